@@ -1,0 +1,5 @@
+"""`python -m hfai` is the `hfai` command."""
+
+from hfai.cli import main
+
+main()

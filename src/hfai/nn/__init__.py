@@ -1,0 +1,14 @@
+"""Drop-in operators, and the switch that puts them into a model and takes them out again.
+
+    from hfai.nn import to_hfai, to_torch
+    model = to_hfai(model)      # same parameters, same names, faster layers
+    model = to_torch(model)     # plain torch again
+
+Each class here is a subclass of torch's class of the same name and differs from it in `forward`
+alone. What the fast path does not cover runs torch's own code.
+"""
+
+from hfai.nn.convert import to_hfai, to_torch
+from hfai.nn.layer_norm import LayerNorm, RMSNorm
+
+__all__ = ["LayerNorm", "RMSNorm", "to_hfai", "to_torch"]

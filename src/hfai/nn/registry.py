@@ -1,0 +1,30 @@
+"""Which torch class is replaced by which of ours: the one place that knows.
+
+A new operator is one line in `OPERATORS`. Its class subclasses the torch class, adds no instance
+state (conversion changes `__class__` and nothing else) and says in `explain_path` which way its
+calls go.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from hfai.nn.layer_norm import LayerNorm, RMSNorm
+from hfai.nn.path import Path
+
+OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LayerNorm: LayerNorm,
+    nn.RMSNorm: RMSNorm,
+}
+
+TORCH_CLASS = {hfai_class: torch_class for torch_class, hfai_class in OPERATORS.items()}
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A layer that can say which path its calls take; every class in `OPERATORS` is one."""
+
+    def explain_path(self) -> Path:
+        """Return the path for the parameters as they are now, on the device they are on."""
