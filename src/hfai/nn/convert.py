@@ -8,6 +8,7 @@ Only modules whose type is exactly torch's are swapped: a subclass has reasons o
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from typing import TypeVar
 
@@ -56,10 +57,11 @@ def to_hfai(
 
 
 def to_torch(model: ModuleT) -> ModuleT:
-    """Undo `to_hfai` in place: every layer is of torch's own class again.
+    """Undo `to_hfai` in place: every layer that it swapped is of torch's own class again.
 
     Parameters that `contiguous_param` packed get storage of their own again. A model that was never
-    converted is returned untouched.
+    converted is returned untouched. A layer whose class was derived from hfai's after the swap (by
+    a parametrization, `fully_shard` or a subclass of the user's) keeps it, and a warning names it.
 
     Args:
         model: any module.
@@ -73,6 +75,7 @@ def to_torch(model: ModuleT) -> ModuleT:
     _require_module(model, "to_torch")
     _swap(model, TORCH_CLASS)
     contiguous.unpack(model)
+    _warn_of_derived(model)
     return model
 
 
@@ -85,6 +88,21 @@ def _swap(model: nn.Module, replacement: dict[type[nn.Module], type[nn.Module]])
             module.__class__ = new_class
             swapped[new_class.__name__] += 1
     return swapped
+
+
+def _warn_of_derived(model: nn.Module) -> None:
+    """Name the layers that still run hfai's code because their class is not exactly hfai's."""
+    derived = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, tuple(TORCH_CLASS))
+    ]
+    if derived:
+        warnings.warn(
+            f"to_torch left {', '.join(derived)}: the class is derived from hfai's. Undo what "
+            f"derived it (a parametrization, fully_shard, a subclass) and call to_torch again",
+            stacklevel=3,
+        )
 
 
 def _report(model: nn.Module, swapped: Counter[str]) -> str:

@@ -9,7 +9,8 @@ from typing import Any, overload
 from torch import nn
 
 from hfai.nn.path import Path
-from hfai.nn.registry import OPERATORS, Explains
+from hfai.nn.registry import OPERATORS, TORCH_CLASS, Explains
+from hfai.nn.wrapped import why_wrapped
 
 
 @dataclass(frozen=True)
@@ -83,28 +84,33 @@ def explain(model: nn.Module) -> Explanation:
         if path is not None:
             layer = type(module).__name__
             rows.append(LayerPath(name or "(the model itself)", layer, path.taken, path.reason))
-        elif not any(module.children()):
+        elif next(module.children(), None) is None:
             others += 1
     return Explanation(rows, others)
 
 
 def why_left(module: nn.Module) -> str | None:
     """Return why `to_hfai` leaves this module alone, or None where that needs no explanation."""
-    if type(module) in OPERATORS or type(module) in OPERATORS.values():
+    if type(module) in OPERATORS or isinstance(module, tuple(TORCH_CLASS)):
         return None
     for torch_class in OPERATORS:
         if isinstance(module, torch_class):
-            return (
-                f"{type(module).__module__}.{type(module).__qualname__} is a subclass of "
-                f"{torch_class.__name__}, and only torch's exact class is swapped"
-            )
+            reason = why_wrapped(module) or "only torch's exact class is swapped"
+            return f"{_qualified(type(module))} is a subclass of {torch_class.__name__}; {reason}"
     return None
 
 
 def _path_of(module: nn.Module) -> Path | None:
     if isinstance(module, Explains):
+        if "forward" in vars(module):
+            # Accelerate's hooks and some adapters put a function of their own on the instance.
+            return Path("torch", "something replaced this layer's forward: call to_hfai before it")
         return module.explain_path()
     if type(module) in OPERATORS:
         return Path("torch", "not swapped: call hfai.nn.to_hfai(model)")
     reason = why_left(module)
     return None if reason is None else Path("torch", reason)
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,33 +1,78 @@
-"""LayerNorm and RMSNorm: torch's modules with hfai's kernels behind `forward`."""
+"""LayerNorm and RMSNorm: torch's modules with hfai's kernels behind `forward`.
+
+Parameters are read by attribute on every call, since weight norm, pruning, FSDP and adapters
+replace them; nothing is kept between calls. Under `torch.compile` torch's own decomposition is
+used, which the compiler fuses with what stands around it.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 from torch.nn import functional as F
 
+from hfai.kernels import jit, layer_norm
 from hfai.nn.path import Path
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`."""
+    """`torch.nn.LayerNorm`, faster on CUDA for fp32, fp16 and bf16.
+
+    Takes and returns what torch's class does, from the same parameters under the same names. Beyond
+    it, a half-precision input may meet fp32 parameters; the output then has the input's type.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise."""
-        return super().forward(input)
+        """Normalise the last dimensions of `input`, [..., *normalized_shape]."""
+        if is_scripting():
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
+            if torch.compiler.is_compiling():
+                return super().forward(input)
+            shape, weight, bias = self.normalized_shape, self.weight, self.bias
+            if layer_norm.why_not_covered(input, shape, weight, bias, True) is not None:
+                return super().forward(input)
+            return layer_norm.normalise(input, shape, weight, bias, self.eps, True)
 
     def explain_path(self) -> Path:
-        """Explain."""
-        return Path("torch", "stub")
+        """Return the path that calls take with the parameters as they are now."""
+        return _explain(self, [self.weight, self.bias])
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm`."""
+    """`torch.nn.RMSNorm`, faster on CUDA for fp32, fp16 and bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
-        return super().forward(x)
+        """Normalise the last dimensions of `x`, [..., *normalized_shape]."""
+        if is_scripting():
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
+            if torch.compiler.is_compiling():
+                return super().forward(x)
+            shape, weight = self.normalized_shape, self.weight
+            if layer_norm.why_not_covered(x, shape, weight, None, False) is not None:
+                return super().forward(x)
+            eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+            return layer_norm.normalise(x, shape, weight, None, eps, False)
 
     def explain_path(self) -> Path:
-        """Explain."""
-        return Path("torch", "stub")
+        """Return the path that calls take with the parameters as they are now."""
+        return _explain(self, [self.weight])
+
+
+def _explain(module: nn.Module, parameters: list[Tensor | None]) -> Path:
+    """Answer for the usual case: an eager call whose input is where the parameters are."""
+    held = [p for p in parameters if p is not None]
+    reason = jit.available()
+    if reason is None and not torch.cuda.is_available():
+        reason = "no CUDA device: the kernels are for CUDA"
+    if reason is None and held:
+        if not held[0].is_cuda:
+            reason = f"the parameters are on {held[0].device.type}, and the kernels are for CUDA"
+        else:
+            reason = layer_norm.why_not_dtype(held[0].dtype)
+    if reason is not None:
+        return Path("torch", reason)
+    length = "×".join(str(n) for n in module.normalized_shape)  # type: ignore[union-attr]
+    return Path("hfai", f"CUDA kernels for rows of {length}; torch.compile uses torch's own")

@@ -1,0 +1,246 @@
+// What every kernel here starts from: number types, vector access, asynchronous copies and sums over
+// the threads that share a row. jit.py puts this text in front of an operator's own source, so it
+// includes nothing (headers are what makes run-time compilation slow).
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Float16 {
+  u16 bits;
+};
+struct BFloat16 {
+  u16 bits;
+};
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(BFloat16 value) {
+  return __uint_as_float(static_cast<u32>(value.bits) << 16);
+}
+__device__ __forceinline__ float to_float(Float16 value) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+}
+
+template <class T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ Float16 from_float<Float16>(float value) {
+  Float16 result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+}
+template <>
+__device__ __forceinline__ BFloat16 from_float<BFloat16>(float value) {
+  BFloat16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+  return result;
+}
+
+// Two conversions in one instruction; `low` lands in the lower half, that is, first in memory.
+template <class T>
+__device__ __forceinline__ u32 pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ u32 pack_pair<Float16>(float low, float high) {
+  u32 result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+template <>
+__device__ __forceinline__ u32 pack_pair<BFloat16>(float low, float high) {
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+template <>
+__device__ __forceinline__ u32 pack_pair<float>(float, float) {
+  return 0;  // never reached: fp32 is stored as it is
+}
+
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// LENGTH elements that lie side by side in memory and are moved in pieces of at most 16 bytes.
+template <class T, int LENGTH>
+struct Vector {
+  static constexpr int BYTES = LENGTH * static_cast<int>(sizeof(T));
+  static constexpr int PIECE = smaller(BYTES, 16);
+  static constexpr int PIECES = BYTES / PIECE;
+  static_assert(BYTES == PIECE * PIECES, "a vector is a whole number of pieces");
+  alignas(PIECE) T element[LENGTH];
+
+  __device__ __forceinline__ float operator[](int i) const { return to_float(element[i]); }
+};
+
+template <int BYTES>
+struct PieceType;
+template <>
+struct PieceType<2> {
+  typedef u16 type;
+};
+template <>
+struct PieceType<4> {
+  typedef u32 type;
+};
+template <>
+struct PieceType<8> {
+  typedef uint2 type;
+};
+template <>
+struct PieceType<16> {
+  typedef uint4 type;
+};
+
+// ALIGNED says whether `source` lies on a multiple of the piece; otherwise elements move one by one
+// (and land in the same places, so that alignment never changes a result).
+template <bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ Vector<T, LENGTH> load(const T* source) {
+  Vector<T, LENGTH> result;
+  if constexpr (ALIGNED) {
+    typedef typename PieceType<Vector<T, LENGTH>::PIECE>::type Piece;
+#pragma unroll
+    for (int i = 0; i < Vector<T, LENGTH>::PIECES; ++i)
+      reinterpret_cast<Piece*>(&result)[i] = __ldg(reinterpret_cast<const Piece*>(source) + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i) result.element[i] = source[i];
+  }
+  return result;
+}
+
+template <bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ void store(T* target, const float (&value)[LENGTH]) {
+  Vector<T, LENGTH> vector;
+  if constexpr (sizeof(T) == 2 && LENGTH % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < LENGTH; i += 2)
+      reinterpret_cast<u32*>(&vector)[i / 2] = pack_pair<T>(value[i], value[i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i) vector.element[i] = from_float<T>(value[i]);
+  }
+  if constexpr (ALIGNED) {
+    typedef typename PieceType<Vector<T, LENGTH>::PIECE>::type Piece;
+#pragma unroll
+    for (int i = 0; i < Vector<T, LENGTH>::PIECES; ++i)
+      reinterpret_cast<Piece*>(target)[i] = reinterpret_cast<const Piece*>(&vector)[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < LENGTH; ++i) target[i] = vector.element[i];
+  }
+}
+
+// Global to shared memory without passing through registers (sm_80 and later).
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared_target, const void* source) {
+  const u32 target = static_cast<u32>(__cvta_generic_to_shared(shared_target));
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(source), "n"(BYTES)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// A barrier among `threads` threads of a block; `id` tells groups apart (0 is __syncthreads' own).
+__device__ __forceinline__ void barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+__device__ __forceinline__ void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Writes to the shared memory of block `rank` of the cluster, at the place `target` has in ours.
+__device__ __forceinline__ void cluster_store(float* target, u32 rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  const u32 here = static_cast<u32>(__cvta_generic_to_shared(target));
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+#endif
+}
+
+// Sums over the LANES threads of a block, in CLUSTER blocks, that share a row; THREADS / LANES rows
+// are summed side by side. Every thread gets the sum, with the same bits, since each adds the same
+// numbers in the same order. Sums alternate between two sets of shared memory: a thread may still
+// read the last sum's while another writes the next one's, and the barrier keeps it from going on.
+template <int COUNT, int LANES, int THREADS, int CLUSTER>
+struct RowSum {
+  static constexpr int WARPS = ceil_div(LANES, 32);
+  static constexpr int SLOTS = THREADS / LANES;
+  static_assert(LANES <= 32 || LANES % 32 == 0, "rows share whole warps");
+  static_assert(SLOTS == 1 || LANES <= 32 || SLOTS < 16, "a block has 16 barriers");
+  static_assert(CLUSTER == 1 || (SLOTS == 1 && THREADS >= CLUSTER), "a cluster shares one row");
+
+  struct Shared {
+    float warps[2][SLOTS][WARPS][COUNT];
+    float blocks[2][CLUSTER][COUNT];
+  };
+
+  Shared* shared;
+  int turn = 0;
+
+  __device__ explicit RowSum(Shared* memory) : shared(memory) {}
+
+  __device__ __forceinline__ void operator()(float (&value)[COUNT]) {
+#pragma unroll
+    for (int offset = smaller(LANES, 32) / 2; offset > 0; offset /= 2)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
+    if constexpr (WARPS > 1) {
+      const int slot = threadIdx.x / LANES;
+      float(&partial)[WARPS][COUNT] = shared->warps[turn][slot];
+      if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) partial[threadIdx.x % LANES / 32][i] = value[i];
+      if constexpr (SLOTS == 1)
+        __syncthreads();
+      else
+        barrier(1 + slot, LANES);
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) value[i] = partial[0][i];
+#pragma unroll
+      for (int warp = 1; warp < WARPS; ++warp)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) value[i] += partial[warp][i];
+    }
+    if constexpr (CLUSTER > 1) {
+      float(&partial)[CLUSTER][COUNT] = shared->blocks[turn];
+      if (threadIdx.x < CLUSTER)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+          cluster_store(&partial[cluster_rank()][i], threadIdx.x, value[i]);
+      cluster_barrier();
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) value[i] = partial[0][i];
+#pragma unroll
+      for (int block = 1; block < CLUSTER; ++block)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) value[i] += partial[block][i];
+    }
+    turn ^= 1;
+  }
+};
