@@ -1,0 +1,26 @@
+"""Every operator case, and for each torch's class and ours in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.nn.operator_cases import CASES, Operator, OperatorCase
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> OperatorCase:
+    """Each operator in each configuration."""
+    chosen: OperatorCase = request.param
+    return chosen
+
+
+@pytest.fixture(params=["torch", "hfai"])
+def operator(case: OperatorCase, request: pytest.FixtureRequest) -> Operator:
+    """The case as torch's class, then as ours."""
+    return Operator(case, request.param)
+
+
+@pytest.fixture
+def swapped(case: OperatorCase) -> Operator:
+    """The case as our class alone, for promises that only we make."""
+    return Operator(case, "hfai")
