@@ -1,0 +1,1 @@
+"""The measurements behind every published figure, and the figures drawn from them."""

@@ -1,0 +1,203 @@
+"""Kernel time: CUDA graph replay over rotated input sets, L2 cold.
+
+A graph holds one call on each of several input sets, none of which shares memory with another, and
+the time of a replay is divided by their number: launch gaps of the host are gone, and the cost of
+the two events and of starting the graph is spread over them. Before each replay, outside the
+timed part, a device copy of four times the L2 cache's size runs: no input is served from L2, and
+L2 is left as a streaming kernel leaves it, half full of lines still to be written back. (A flush
+that only writes would charge the kernel for a whole cache of write-backs, one that only reads
+would give it a whole cache of free writes.)
+
+The backward pass is captured by itself: the forward runs before the capture, eagerly and on the
+capture's own stream (autograd runs a backward on the stream of its forward), and keeps its graph.
+
+Everything here must run inside `with torch.cuda.stream(side_stream)`: a graph cannot be captured
+on the default stream, and leaves first used on another stream would draw that stream into the
+capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from benchmarks.harness.case import Inputs
+from benchmarks.harness.result import first_line
+from benchmarks.harness.timing import device_event, elapsed_ms, no_collection
+
+TARGET_MS = 0.4  # a replay's length; the events and the graph's start cost a few µs of it
+SHORTEST_KERNEL_MS = 0.002  # even an empty kernel takes about this long in a graph
+MOST_SETS = 64
+MEMORY_SHARE = 0.25  # of the free memory, for the input sets; outputs and peers need the rest
+CACHED_BYTES_KEPT = 1 << 30
+
+PoolHandle = Any  # torch's type for it is private
+EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def set_count(floor_ms: float, set_bytes: int, free_bytes: int) -> int:
+    """Return how many input sets a graph rotates over.
+
+    Args:
+        floor_ms: the least time of one call.
+        set_bytes: the memory of one set.
+        free_bytes: the memory to choose a share of.
+    """
+    wanted = math.ceil(TARGET_MS / max(floor_ms, SHORTEST_KERNEL_MS))
+    room = int(MEMORY_SHARE * free_bytes) // max(set_bytes, 1)
+    return max(1, min(wanted, MOST_SETS, room))
+
+
+def new_pool() -> PoolHandle:
+    """Return a memory pool for the graphs of one case."""
+    return torch.cuda.graph_pool_handle()
+
+
+class Flush:
+    """A device copy that leaves nothing of earlier tensors in L2."""
+
+    def __init__(self, device: torch.device) -> None:
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._source = torch.zeros(2 * l2_bytes, dtype=torch.uint8, device=device)
+        self._target = torch.empty_like(self._source)
+
+    def __call__(self) -> None:
+        """Enqueue the copy."""
+        self._target.copy_(self._source)
+
+
+@dataclass
+class Pass:
+    """One pass (forward or backward) of one implementation on every input set, ready to time.
+
+    Attributes:
+        run: enqueues all of them.
+        sets: how many calls that is.
+        method: "graph", or "events" where the pass could not be captured and `run` calls eagerly.
+        reason: why it could not be captured.
+        keep: what the captured kernels read, kept alive as long as the pass.
+    """
+
+    run: Callable[[], object]
+    sets: int
+    method: str
+    reason: str = ""
+    keep: Sequence[object] = ()
+
+    def timer(self, flush: Flush) -> Callable[[], EventPair]:
+        """Return a function that enqueues one timed run and returns its events."""
+
+        def sample() -> EventPair:
+            begin, end = device_event(), device_event()
+            flush()
+            begin.record()
+            self.run()
+            end.record()
+            return begin, end
+
+        return sample
+
+    def milliseconds(self, events: EventPair) -> float:
+        """Return the time of one call, once the device has passed both events."""
+        return elapsed_ms(*events) / self.sets
+
+
+def forward_pass(calls: Sequence[Callable[[], Tensor]], pool: PoolHandle) -> Pass:
+    """Capture the forward of every call, autograd's bookkeeping included."""
+
+    def run() -> list[Tensor]:
+        # All outputs live until the last is written: were one freed, the next would be written
+        # over it, into lines that L2 still holds.
+        return [call().detach() for call in calls]
+
+    def run_eagerly() -> None:
+        for call in calls:
+            call()
+
+    return _capture(Pass(run_eagerly, len(calls), "events"), run, pool)
+
+
+def backward_pass(
+    calls: Sequence[Callable[[], Tensor]],
+    inputs: Sequence[Inputs],
+    grad_outputs: Sequence[Tensor],
+    pool: PoolHandle,
+) -> Pass:
+    """Run the forward of every call once, then capture their backward alone.
+
+    Args:
+        calls: the bound forward calls.
+        inputs: their input sets.
+        grad_outputs: what to pass backward, one tensor for each set: the set's own, or a copy where
+            the implementation overwrites it.
+        pool: shared by the graphs of one case.
+    """
+    # Only the edge into autograd's graph is kept: holding the outputs would double the memory.
+    edges: list[GradientEdge] = [get_gradient_edge(call()) for call in calls]
+    leaves = [list(one.leaves.values()) for one in inputs]
+    overwrites = any(g is not one.grad_output for g, one in zip(grad_outputs, inputs, strict=True))
+
+    def gradients(i: int) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(edges[i], leaves[i], grad_outputs[i], retain_graph=True)
+
+    def run() -> list[Tensor]:
+        return [gradient for i in range(len(calls)) for gradient in gradients(i)]
+
+    def run_eagerly() -> None:
+        for i in range(len(calls)):
+            gradients(i)
+
+    gradients(0)  # what is compiled or allocated once must not be part of the capture
+    uncaptured = Pass(run_eagerly, len(calls), "events", keep=[edges, leaves, grad_outputs])
+    # Poisoned outputs that are its inputs too would only show NaN going round.
+    return _capture(uncaptured, run, pool, verify=not overwrites)
+
+
+def _capture(
+    uncaptured: Pass, run: Callable[[], list[Tensor]], pool: PoolHandle, verify: bool = True
+) -> Pass:
+    """Capture `run`; where that fails return `uncaptured`, with the reason.
+
+    All graphs of a case share one memory pool: outputs are dropped after the capture, and the next
+    capture writes its own over them. Replays never read another graph's outputs.
+    """
+    torch.cuda.synchronize()
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_BYTES_KEPT:
+        torch.cuda.empty_cache()  # a capture cannot draw on memory cached outside its pool
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with no_collection():
+            graph.capture_begin(pool=pool)
+            try:
+                outputs = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # says only that the capture is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        torch.cuda.synchronize()
+        return replace(uncaptured, reason=first_line(error))
+    if verify:
+        _require_written(graph, outputs)
+    return replace(uncaptured, run=graph.replay, method="graph", keep=[*uncaptured.keep, graph])
+
+
+def _require_written(graph: torch.cuda.CUDAGraph, outputs: Sequence[Tensor]) -> None:
+    """Replay over poisoned outputs and require that every element of each was written."""
+    for output in outputs:
+        output.fill_(math.nan)
+    graph.replay()
+    # A sum carries any NaN to the host without a second tensor of the output's size.
+    unwritten = [output.sum(dtype=torch.float32).isnan() for output in outputs]
+    if bool(torch.stack(unwritten).any()):
+        raise RuntimeError("a replay of its CUDA graph left elements of an output unwritten")
