@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 
 from tests.nn.operator_cases import CASES, Operator, OperatorCase
 
@@ -24,3 +27,11 @@ def operator(case: OperatorCase, request: pytest.FixtureRequest) -> Operator:
 def swapped(case: OperatorCase) -> Operator:
     """The case as our class alone, for promises that only we make."""
     return Operator(case, "hfai")
+
+
+@pytest.fixture
+def one_process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
