@@ -1,0 +1,1 @@
+"""Tables and plots, drawn from the result files and from nothing else."""
