@@ -98,25 +98,49 @@ struct PieceType<16> {
   typedef uint4 type;
 };
 
-// ALIGNED says whether `source` lies on a multiple of the piece; otherwise elements move one by one
-// (and land in the same places, so that alignment never changes a result).
-template <bool ALIGNED, class T, int LENGTH>
-__device__ __forceinline__ Vector<T, LENGTH> load(const T* source) {
+// Loads and stores of whole vectors. ALIGNED says whether the address lies on a multiple of the
+// piece; otherwise elements move one by one (and land in the same places, so that alignment never
+// changes a result). What is read or written once must not push out of the caches what is read by
+// every row, such as a weight: `load_once` and `store_once` mark it as first to be evicted.
+struct KeepInCache {
+  template <class Piece>
+  static __device__ __forceinline__ Piece load(const Piece* source) {
+    return __ldg(source);
+  }
+};
+struct EvictFirst {
+  template <class Piece>
+  static __device__ __forceinline__ Piece load(const Piece* source) {
+    return __ldcs(source);
+  }
+};
+
+template <class Policy, bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ Vector<T, LENGTH> load_vector(const T* source) {
   Vector<T, LENGTH> result;
   if constexpr (ALIGNED) {
     typedef typename PieceType<Vector<T, LENGTH>::PIECE>::type Piece;
 #pragma unroll
     for (int i = 0; i < Vector<T, LENGTH>::PIECES; ++i)
-      reinterpret_cast<Piece*>(&result)[i] = __ldg(reinterpret_cast<const Piece*>(source) + i);
+      reinterpret_cast<Piece*>(&result)[i] =
+          Policy::load(reinterpret_cast<const Piece*>(source) + i);
   } else {
 #pragma unroll
     for (int i = 0; i < LENGTH; ++i) result.element[i] = source[i];
   }
   return result;
 }
+template <bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ Vector<T, LENGTH> load_kept(const T* source) {
+  return load_vector<KeepInCache, ALIGNED, T, LENGTH>(source);
+}
+template <bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ Vector<T, LENGTH> load_once(const T* source) {
+  return load_vector<EvictFirst, ALIGNED, T, LENGTH>(source);
+}
 
 template <bool ALIGNED, class T, int LENGTH>
-__device__ __forceinline__ void store(T* target, const float (&value)[LENGTH]) {
+__device__ __forceinline__ void store_once(T* target, const float (&value)[LENGTH]) {
   Vector<T, LENGTH> vector;
   if constexpr (sizeof(T) == 2 && LENGTH % 2 == 0) {
 #pragma unroll
@@ -130,7 +154,7 @@ __device__ __forceinline__ void store(T* target, const float (&value)[LENGTH]) {
     typedef typename PieceType<Vector<T, LENGTH>::PIECE>::type Piece;
 #pragma unroll
     for (int i = 0; i < Vector<T, LENGTH>::PIECES; ++i)
-      reinterpret_cast<Piece*>(target)[i] = reinterpret_cast<const Piece*>(&vector)[i];
+      __stcs(reinterpret_cast<Piece*>(target) + i, reinterpret_cast<const Piece*>(&vector)[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < LENGTH; ++i) target[i] = vector.element[i];
@@ -153,6 +177,38 @@ __device__ __forceinline__ void copy_async_commit() {
 template <int PENDING>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Shared memory as each thread's own array of vectors, in a layout [vector][piece][thread] that is
+// free of bank conflicts. A thread reads what it copied itself, so no barrier is needed between.
+template <class V, int THREADS>
+__device__ __forceinline__ char* piece_at(char* base, int vector, int piece) {
+  return base + ((vector * V::PIECES + piece) * THREADS + static_cast<int>(threadIdx.x)) * V::PIECE;
+}
+template <class V, int THREADS>
+__device__ __forceinline__ void copy_vector_async(char* base, int vector, const void* source) {
+#pragma unroll
+  for (int p = 0; p < V::PIECES; ++p)
+    copy_async<larger(4, V::PIECE)>(piece_at<V, THREADS>(base, vector, p),
+                                    static_cast<const char*>(source) + p * V::PIECE);
+}
+template <class V, int THREADS>
+__device__ __forceinline__ V read_vector(char* base, int vector) {
+  typedef typename PieceType<V::PIECE>::type Piece;
+  V result;
+#pragma unroll
+  for (int p = 0; p < V::PIECES; ++p)
+    reinterpret_cast<Piece*>(&result)[p] =
+        *reinterpret_cast<const Piece*>(piece_at<V, THREADS>(base, vector, p));
+  return result;
+}
+template <class V, int THREADS>
+__device__ __forceinline__ void write_vector(char* base, int vector, const V& value) {
+  typedef typename PieceType<V::PIECE>::type Piece;
+#pragma unroll
+  for (int p = 0; p < V::PIECES; ++p)
+    *reinterpret_cast<Piece*>(piece_at<V, THREADS>(base, vector, p)) =
+        reinterpret_cast<const Piece*>(&value)[p];
 }
 
 // A barrier among `threads` threads of a block; `id` tells groups apart (0 is __syncthreads' own).
@@ -203,7 +259,9 @@ struct RowSum {
   Shared* shared;
   int turn = 0;
 
-  __device__ explicit RowSum(Shared* memory) : shared(memory) {}
+  __device__ explicit RowSum(Shared* memory) : shared(memory) {
+    if constexpr (CLUSTER > 1) cluster_barrier();  // every block runs before any is written to
+  }
 
   __device__ __forceinline__ void operator()(float (&value)[COUNT]) {
 #pragma unroll

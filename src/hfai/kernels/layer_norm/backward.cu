@@ -11,7 +11,7 @@
 // sums. Rows ahead are copied into shared memory asynchronously, STAGES deep; each thread copies
 // just what it will read itself, so the copies need no barrier.
 //
-// plan.py sets: ROW_LENGTH VECTOR LANES THREADS BLOCKS_PER_SM CLUSTER ROWS STAGES ALIGNED CENTERED
+// plan.py sets: ROW_LENGTH VECTOR LANES THREADS CLUSTER ROWS STAGES ALIGNED CENTERED
 //               HAS_WEIGHT NEED_DX NEED_DWEIGHT NEED_DBIAS  X Y W (types of x and dx, dy, weight)
 // STAGES = 0 loads straight into registers: for what cp.async cannot copy (odd rows of 2-byte types,
 // misaligned tensors).
@@ -40,38 +40,7 @@ constexpr int WEIGHT_OFFSET = STAGES * (X_STAGE + Y_STAGE);
 constexpr int SUMS = CENTERED ? 2 * ROWS : ROWS;
 typedef RowSum<SUMS, LANES, THREADS, CLUSTER> Sum;
 
-// The part of a vector that piece `p` is, in a layout [piece][thread] free of bank conflicts.
-template <class V>
-__device__ __forceinline__ char* piece_at(char* base, int vector, int p) {
-  return base + ((vector * V::PIECES + p) * THREADS + static_cast<int>(threadIdx.x)) * V::PIECE;
-}
-template <class V>
-__device__ __forceinline__ void copy_vector_async(char* base, int vector, const void* source) {
-#pragma unroll
-  for (int p = 0; p < V::PIECES; ++p)
-    copy_async<(V::PIECE < 4 ? 4 : V::PIECE)>(piece_at<V>(base, vector, p),
-                                              static_cast<const char*>(source) + p * V::PIECE);
-}
-template <class V>
-__device__ __forceinline__ V read_vector(char* base, int vector) {
-  typedef typename PieceType<V::PIECE>::type Piece;
-  V result;
-#pragma unroll
-  for (int p = 0; p < V::PIECES; ++p)
-    reinterpret_cast<Piece*>(&result)[p] =
-        *reinterpret_cast<const Piece*>(piece_at<V>(base, vector, p));
-  return result;
-}
-template <class V>
-__device__ __forceinline__ void write_vector(char* base, int vector, const V& value) {
-  typedef typename PieceType<V::PIECE>::type Piece;
-#pragma unroll
-  for (int p = 0; p < V::PIECES; ++p)
-    *reinterpret_cast<Piece*>(piece_at<V>(base, vector, p)) =
-        reinterpret_cast<const Piece*>(&value)[p];
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_layer_norm_backward(const Y* __restrict__ dy, const X* __restrict__ x,
                              const W* __restrict__ weight, const float* __restrict__ mean,
                              const float* __restrict__ rstd, X* __restrict__ dx,
@@ -104,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           for (int k = 0; k < PER_LANE; ++k)
             if (holds(k)) {
               const i64 offset = row * ROW_LENGTH + column(k);
-              copy_vector_async<XVector>(x_stage(stage), r * PER_LANE + k, x + offset);
-              copy_vector_async<YVector>(y_stage(stage), r * PER_LANE + k, dy + offset);
+              copy_vector_async<XVector, THREADS>(x_stage(stage), r * PER_LANE + k, x + offset);
+              copy_vector_async<YVector, THREADS>(y_stage(stage), r * PER_LANE + k, dy + offset);
             }
       }
       copy_async_commit();
@@ -120,17 +89,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   if constexpr (HAS_WEIGHT && NEED_DX)
 #pragma unroll
     for (int k = 0; k < PER_LANE; ++k) {
-      const WVector w = holds(k) ? load<ALIGNED, W, VECTOR>(weight + column(k)) : WVector{};
+      const WVector w = holds(k) ? load_kept<ALIGNED, W, VECTOR>(weight + column(k)) : WVector{};
       if constexpr (WEIGHT_IN_REGISTERS)
         weights[k] = w;
       else
-        write_vector<WVector>(ring + WEIGHT_OFFSET, k, w);
+        write_vector<WVector, THREADS>(ring + WEIGHT_OFFSET, k, w);
     }
   auto weight_vector = [&](int k) {
     if constexpr (WEIGHT_IN_REGISTERS)
       return weights[k];
     else
-      return read_vector<WVector>(ring + WEIGHT_OFFSET, k);
+      return read_vector<WVector, THREADS>(ring + WEIGHT_OFFSET, k);
   };
 
   float next_mean[ROWS], next_rstd[ROWS];
@@ -167,20 +136,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           const i64 row = base + r * SLOTS + slot;
           if (row < rows && holds(k)) {
             const i64 offset = row * ROW_LENGTH + column(k);
-            x_loaded[r * PER_LANE + k] = load<ALIGNED, X, VECTOR>(x + offset);
-            y_loaded[r * PER_LANE + k] = load<ALIGNED, Y, VECTOR>(dy + offset);
+            x_loaded[r * PER_LANE + k] = load_once<ALIGNED, X, VECTOR>(x + offset);
+            y_loaded[r * PER_LANE + k] = load_once<ALIGNED, Y, VECTOR>(dy + offset);
           }
         }
     }
     auto x_vector = [&](int r, int k) {
       if constexpr (ASYNC)
-        return read_vector<XVector>(x_stage(stage), r * PER_LANE + k);
+        return read_vector<XVector, THREADS>(x_stage(stage), r * PER_LANE + k);
       else
         return x_loaded[r * PER_LANE + k];
     };
     auto y_vector = [&](int r, int k) {
       if constexpr (ASYNC)
-        return read_vector<YVector>(y_stage(stage), r * PER_LANE + k);
+        return read_vector<YVector, THREADS>(y_stage(stage), r * PER_LANE + k);
       else
         return y_loaded[r * PER_LANE + k];
     };
@@ -247,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
               out[e] = row_rstd[r] * (g - along_one - xhat * along_xhat);
             }
           }
-          store<ALIGNED, X, VECTOR>(dx + row * ROW_LENGTH + column(k), out);
+          store_once<ALIGNED, X, VECTOR>(dx + row * ROW_LENGTH + column(k), out);
         }
       }
     }

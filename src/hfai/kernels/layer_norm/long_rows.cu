@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
       if (start + u * THREADS < VECTORS) {
-        data[u] = load<ALIGNED, X, VECTOR>(source + (start + u * THREADS) * VECTOR);
+        data[u] = load_kept<ALIGNED, X, VECTOR>(source + (start + u * THREADS) * VECTOR);
         held = u + 1;
       }
     Moments chunk = {static_cast<float>(held * VECTOR), 0.0f, 0.0f};
@@ -95,10 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     rstd_out[row] = rstd;
   }
   for (int v = threadIdx.x; v < VECTORS; v += THREADS) {
-    const XVector data = load<ALIGNED, X, VECTOR>(source + v * VECTOR);
+    const XVector data = load_kept<ALIGNED, X, VECTOR>(source + v * VECTOR);
     WVector w, b;
-    if constexpr (HAS_WEIGHT) w = load<ALIGNED, W, VECTOR>(weight + v * VECTOR);
-    if constexpr (HAS_BIAS) b = load<ALIGNED, W, VECTOR>(bias + v * VECTOR);
+    if constexpr (HAS_WEIGHT) w = load_kept<ALIGNED, W, VECTOR>(weight + v * VECTOR);
+    if constexpr (HAS_BIAS) b = load_kept<ALIGNED, W, VECTOR>(bias + v * VECTOR);
     float out[VECTOR];
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if constexpr (HAS_WEIGHT) out[e] *= w[e];
       if constexpr (HAS_BIAS) out[e] += b[e];
     }
-    store<ALIGNED, Y, VECTOR>(y + row * ROW_LENGTH + v * VECTOR, out);
+    store_once<ALIGNED, Y, VECTOR>(y + row * ROW_LENGTH + v * VECTOR, out);
   }
 }
 
@@ -121,11 +121,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float mean = CENTERED ? mean_in[row] : 0.0f;
   const float rstd = rstd_in[row];
 
-  auto load_vector = [&](int v, float(&xhat)[VECTOR], float(&g)[VECTOR]) {
-    const XVector xs = load<ALIGNED, X, VECTOR>(x + row * ROW_LENGTH + v * VECTOR);
-    const YVector ys = load<ALIGNED, Y, VECTOR>(dy + row * ROW_LENGTH + v * VECTOR);
+  auto xhat_and_g = [&](int v, float(&xhat)[VECTOR], float(&g)[VECTOR]) {
+    const XVector xs = load_kept<ALIGNED, X, VECTOR>(x + row * ROW_LENGTH + v * VECTOR);
+    const YVector ys = load_kept<ALIGNED, Y, VECTOR>(dy + row * ROW_LENGTH + v * VECTOR);
     WVector w;
-    if constexpr (HAS_WEIGHT) w = load<ALIGNED, W, VECTOR>(weight + v * VECTOR);
+    if constexpr (HAS_WEIGHT) w = load_kept<ALIGNED, W, VECTOR>(weight + v * VECTOR);
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
       xhat[e] = (xs[e] - mean) * rstd;
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 4
   for (int v = threadIdx.x; v < VECTORS; v += THREADS) {
     float xhat[VECTOR], g[VECTOR];
-    load_vector(v, xhat, g);
+    xhat_and_g(v, xhat, g);
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
       sums[0] += g[e] * xhat[e];
@@ -150,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 2
   for (int v = threadIdx.x; v < VECTORS; v += THREADS) {
     float xhat[VECTOR], g[VECTOR], out[VECTOR];
-    load_vector(v, xhat, g);
+    xhat_and_g(v, xhat, g);
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) out[e] = rstd * (g[e] - along_one - xhat[e] * along_xhat);
-    store<ALIGNED, X, VECTOR>(dx + row * ROW_LENGTH + v * VECTOR, out);
+    store_once<ALIGNED, X, VECTOR>(dx + row * ROW_LENGTH + v * VECTOR, out);
   }
 }
 
@@ -179,11 +179,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (column < ROW_LENGTH)
 #pragma unroll 4
     for (i64 row = group * stretch + row_lane; row < end; row += ROW_LANES) {
-      const YVector ys = load<ALIGNED, Y, VECTOR>(dy + row * ROW_LENGTH + column);
+      const YVector ys = load_kept<ALIGNED, Y, VECTOR>(dy + row * ROW_LENGTH + column);
       XVector xs;
       float row_mean = 0.0f, row_rstd = 0.0f;
       if constexpr (NEED_DWEIGHT) {
-        xs = load<ALIGNED, X, VECTOR>(x + row * ROW_LENGTH + column);
+        xs = load_kept<ALIGNED, X, VECTOR>(x + row * ROW_LENGTH + column);
         if constexpr (CENTERED) row_mean = mean[row];
         row_rstd = rstd[row];
       }

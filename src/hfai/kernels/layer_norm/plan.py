@@ -2,22 +2,19 @@
 
 Everything here is decided by the row length, the types and the device, never by the number of
 rows: that is what keeps a row's result the same, to the bit, whatever batch it stands in. The
-numbers were chosen by measurement; docs/kernels/layer_norm.md has the tables.
+numbers come from measurements on an H200; docs/kernels/layer_norm.md has the tables and what was
+tried.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from hfai.kernels.jit import DeviceLimits
 
-# Elements of a row that one thread keeps in registers in the forward pass.
-FORWARD_ELEMENTS = 32
-# Columns whose dweight and dbias one thread keeps in registers in the backward pass.
-BACKWARD_COLUMNS = 8
-BACKWARD_COLUMNS_OF_LARGE_BLOCKS = 16
-LARGE_BLOCK = 512
 LONG_ROW_THREADS = 512
+# What a multiprocessor keeps for itself of each block's shared memory, and static arrays.
+SHARED_BYTES_RESERVED = 4096
 
 
 @dataclass(frozen=True)
@@ -28,22 +25,15 @@ class ForwardPlan:
     lanes: int
     threads: int
     cluster: int
-    rows: int
 
     @property
     def rows_per_cluster(self) -> int:
         """Rows that one block, or one cluster of blocks, takes."""
-        return self.threads // self.lanes * self.rows
+        return self.threads // self.lanes
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
-        return {
-            "VECTOR": self.vector,
-            "LANES": self.lanes,
-            "THREADS": self.threads,
-            "CLUSTER": self.cluster,
-            "ROWS": self.rows,
-        }
+        return {name.upper(): value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -56,25 +46,28 @@ class BackwardPlan:
     cluster: int
     rows: int
     stages: int
-    blocks_per_multiprocessor: int
-    shared_bytes: int
 
     @property
     def rows_per_cluster(self) -> int:
         """Rows that one block, or one cluster of blocks, takes at a time."""
         return self.threads // self.lanes * self.rows
 
+    def columns(self, row_length: int) -> int:
+        """Columns that one thread holds."""
+        return -(-row_length // (self.vector * self.lanes * self.cluster)) * self.vector
+
+    def shared_bytes(self, row_length: int, x_bytes: int, y_bytes: int, weight_bytes: int) -> int:
+        """Return the dynamic shared memory that `backward.cu` lays out, in bytes."""
+        held = self.columns(row_length) * self.threads
+        ring = self.stages * self.rows * held * (x_bytes + y_bytes)
+        weights = held * weight_bytes if self.columns(row_length) * weight_bytes > 64 else 0
+        slots = self.threads // self.lanes
+        merge = 4 * slots * row_length if slots > 1 else 0
+        return max(ring + weights, merge)
+
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
-        return {
-            "VECTOR": self.vector,
-            "LANES": self.lanes,
-            "THREADS": self.threads,
-            "CLUSTER": self.cluster,
-            "ROWS": self.rows,
-            "STAGES": self.stages,
-            "BLOCKS_PER_SM": self.blocks_per_multiprocessor,
-        }
+        return {name.upper(): value for name, value in asdict(self).items()}
 
 
 def vector_length(row_length: int, *element_bytes: int) -> int:
@@ -88,23 +81,31 @@ def vector_length(row_length: int, *element_bytes: int) -> int:
 def forward_plan(
     row_length: int, x_bytes: int, y_bytes: int, limits: DeviceLimits
 ) -> ForwardPlan | None:
-    """Lay out the forward pass; None where a row does not fit in registers (`long_rows.cu`)."""
+    """Lay out the forward pass; None where `long_rows.cu` takes it.
+
+    Short rows belong to a part of a warp, two vectors a thread; longer ones to a warp, then to a
+    block, with up to 64 elements a thread: many bytes in flight and short chains of sums.
+    """
     vector = vector_length(row_length, x_bytes, y_bytes)
     vectors = row_length // vector
-    most = FORWARD_ELEMENTS // vector
-    lanes = min(32, _next_power_of_two(vectors))
-    cluster = 1
-    while -(-vectors // (lanes * cluster)) > most:
-        if lanes < 1024:
-            lanes *= 2
-        elif cluster < limits.max_cluster:
-            cluster *= 2
-        else:
-            return None
-    per_lane = -(-vectors // (lanes * cluster))
-    # Short rows: several a thread, so that enough loads are in flight.
-    rows = max(1, 4 // per_lane) if lanes <= 32 else 1
-    return ForwardPlan(vector, lanes, max(lanes, 128), cluster, rows)
+    row_bytes = row_length * x_bytes
+    if row_length > 32768 and row_bytes <= 2**17:
+        return None  # half-precision rows that the L2 cache holds: two readings are faster
+    if vectors <= 64:
+        lanes = max(1, min(32, _power_of_two_from(vectors) // 2))
+        return ForwardPlan(vector, lanes, 64, 1)
+    if row_bytes < 4096:
+        return ForwardPlan(vector, 32, 128, 1)
+    if row_bytes <= 2**14:
+        return ForwardPlan(vector, 128, 128, 1)
+    if row_bytes <= 2**15:
+        return ForwardPlan(vector, 512, 512, 1)
+    if row_length <= 32768:
+        lanes = max(256, _power_of_two_from(-(-row_length // 64)))
+        return ForwardPlan(vector, lanes, lanes, 1)
+    lanes = 256 if row_length <= 65536 else 1024
+    cluster = _power_of_two_from(-(-row_length // (64 * lanes)))
+    return None if cluster > limits.max_cluster else ForwardPlan(vector, lanes, lanes, cluster)
 
 
 def backward_plan(
@@ -115,7 +116,11 @@ def backward_plan(
     limits: DeviceLimits,
     asynchronous: bool = True,
 ) -> BackwardPlan | None:
-    """Lay out the backward pass; None where a row does not fit on the chip (`long_rows.cu`).
+    """Lay out the backward pass; None where `long_rows.cu` takes it.
+
+    A warp or less takes a row of up to 1024 columns, and no barrier is needed; longer rows take a
+    block, 8192 columns at most, and beyond that a cluster. About 64 KiB of rows are in flight on a
+    multiprocessor, 128 KiB where a row takes the whole block.
 
     Args:
         row_length: elements in a row.
@@ -126,44 +131,40 @@ def backward_plan(
         asynchronous: whether all tensors are aligned, so that `cp.async` may copy them.
     """
     vector = vector_length(row_length, x_bytes, y_bytes)
-    vectors = row_length // vector
+    half = x_bytes + y_bytes <= 4
     asynchronous = asynchronous and vector * min(x_bytes, y_bytes) >= 4
-    cluster = 1
-    while cluster * BACKWARD_COLUMNS_OF_LARGE_BLOCKS * LARGE_BLOCK < row_length:
-        cluster *= 2
+    cluster = _power_of_two_from(-(-row_length // 8192))
     if cluster > limits.max_cluster:
         return None
-    lanes = _backward_lanes(vectors, vector, cluster)
-    per_lane = -(-vectors // (lanes * cluster))
+    if row_length <= 1024:
+        lanes = max(1, min(32, _power_of_two_from(row_length // 8 + 1) // 2))
+        rows = 1
+    else:
+        columns = -(-row_length // cluster)
+        most = 32 if columns <= 4096 or (half and cluster == 1) else 16
+        lanes = 32 * -(-columns // (32 * most))
+        rows = 2 if half or (columns > 4096 and cluster == 1) else 1
     slots = max(1, 256 // lanes)
-    threads = lanes * slots
-    blocks = max(1, 1024 // threads) if threads < LARGE_BLOCK else 1
-    per_thread = per_lane * vector
-    stage = per_thread * threads * (x_bytes + y_bytes)
-    weights = per_thread * threads * weight_bytes if per_thread * weight_bytes > 64 else 0
-    merge = 4 * slots * row_length if slots > 1 else 0
-    room = (limits.shared_bytes_per_block - 1024) // blocks - 1024
-    stages = 0
+
+    def fits(plan: BackwardPlan) -> bool:
+        room = limits.shared_bytes_per_block - SHARED_BYTES_RESERVED
+        return plan.shared_bytes(row_length, x_bytes, y_bytes, weight_bytes) <= room
+
+    def in_flight(plan: BackwardPlan) -> int:
+        return plan.rows_per_cluster * row_length // cluster * (x_bytes + y_bytes) * plan.stages
+
+    plan = BackwardPlan(vector, lanes, lanes * slots, cluster, rows, 0)
     if asynchronous:
-        stages = min(6, (room - weights) // stage)
-        if stages < 1:
-            return None
-    shared = max(stages * stage + weights, merge)
-    return BackwardPlan(vector, lanes, threads, cluster, 1, stages, blocks, shared)
+        one, two = (BackwardPlan(vector, lanes, lanes * slots, cluster, rows, s) for s in (1, 2))
+        enough = 2**17 if -(-row_length // cluster) > 4096 else 2**16
+        plan = one if (in_flight(one) >= enough and not half) or not fits(two) else two
+        while not fits(plan) and plan.threads > lanes:
+            plan = BackwardPlan(vector, lanes, plan.threads // 2 // lanes * lanes, cluster, rows, 1)
+        if not fits(plan):
+            plan = BackwardPlan(vector, lanes, lanes, cluster, 1, 1)
+    return plan if fits(plan) else None
 
 
-def _backward_lanes(vectors: int, vector: int, cluster: int) -> int:
-    """Choose threads a row: few idle ones, few columns each."""
-    mine = -(-vectors // cluster)
-    columns = BACKWARD_COLUMNS
-    if -(-mine // max(1, columns // vector)) > LARGE_BLOCK:
-        columns = BACKWARD_COLUMNS_OF_LARGE_BLOCKS
-    per_lane = max(1, columns // vector)
-    wanted = -(-mine // per_lane)
-    if wanted > 32:
-        return -(-wanted // 32) * 32
-    return _next_power_of_two(wanted)
-
-
-def _next_power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()
+def _power_of_two_from(value: int) -> int:
+    """Return the smallest power of two that is not below `value`."""
+    return 1 << max(0, value - 1).bit_length()

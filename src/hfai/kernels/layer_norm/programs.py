@@ -147,11 +147,12 @@ def backward(
         "NEED_DBIAS": need_dbias,
     }
     add_partials = _add_partials(device, types["W"])
+    weight_bytes = types["W"].itemsize if has_weight else 0
     layout = plan.backward_plan(
         row_length,
         x_dtype.itemsize,
         y_dtype.itemsize,
-        types["W"].itemsize if has_weight else 0,
+        weight_bytes,
         limits,
         aligned,
     )
@@ -163,7 +164,9 @@ def backward(
             "hfai_layer_norm_backward",
             device,
             block=layout.threads,
-            shared_bytes=layout.shared_bytes,
+            shared_bytes=layout.shared_bytes(
+                row_length, x_dtype.itemsize, y_dtype.itemsize, weight_bytes
+            ),
             cluster=layout.cluster,
         )
         return ResidentBackward(kernel, add_partials, layout.rows_per_cluster)
