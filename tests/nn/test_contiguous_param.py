@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from hfai.nn import to_hfai, to_torch
+from tests.nn.sharding import ignore_fsdp_warnings, shard_fsdp1, shard_fsdp2
 
 
 def _model(device: torch.device | str = "cpu") -> nn.Module:
@@ -223,7 +223,7 @@ def _tied() -> nn.Module:
 
 
 def _same_module_twice() -> nn.Module:
-    layer = nn.LayerNorm(3)
+    layer = nn.LayerNorm(3, bias=False)
     return nn.ModuleDict({"first": layer, "second": layer})
 
 
@@ -296,14 +296,8 @@ def test_what_cannot_be_moved_is_refused_in_words(
         to_hfai(build(), contiguous_param=True)
 
 
-def _fsdp1(model: nn.Module) -> nn.Module:
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
-@pytest.mark.filterwarnings("ignore:FSDP will not shard")
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use")
-@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel.*deprecated:FutureWarning")
-@pytest.mark.parametrize("shard", [_fsdp1, fully_shard])
+@ignore_fsdp_warnings
+@pytest.mark.parametrize("shard", [shard_fsdp1, shard_fsdp2])
 def test_a_sharded_model_is_refused_and_a_packed_one_can_be_sharded(
     shard: Callable[[nn.Module], nn.Module], one_process_group: None
 ) -> None:
