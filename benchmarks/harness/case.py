@@ -95,7 +95,8 @@ class Implementation:
         absent: why it cannot run on this machine; empty where it can.
         overwrites_grad_output: its backward writes into the gradient that it is given, so it
             must get a copy.
-        path: says for a set of inputs which path the call takes ("hfai", or "torch: reason").
+        path: says which path the call takes on a set of inputs ("hfai", or "torch: reason"), for an
+            implementation that has several.
     """
 
     name: str

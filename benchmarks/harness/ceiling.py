@@ -50,7 +50,10 @@ class Ceilings:
 def measure_ceilings(device: torch.device, units: set[str]) -> Ceilings:
     """Measure the copy bandwidth and the rates of the named `UNITS`; a second or two at most."""
     rates = {unit: _product_rate(device, unit) for unit in sorted(units)}
-    return Ceilings(_copy_rate(device), rates)
+    ceilings = Ceilings(_copy_rate(device), rates)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # gigabytes that the first case may need
+    return ceilings
 
 
 def _copy_rate(device: torch.device) -> float:

@@ -142,7 +142,6 @@ def backward_pass(
     # Only the edge into autograd's graph is kept: holding the outputs would double the memory.
     edges: list[GradientEdge] = [get_gradient_edge(call()) for call in calls]
     leaves = [list(one.leaves.values()) for one in inputs]
-    overwrites = any(g is not one.grad_output for g, one in zip(grad_outputs, inputs, strict=True))
 
     def gradients(i: int) -> tuple[Tensor, ...]:
         return torch.autograd.grad(edges[i], leaves[i], grad_outputs[i], retain_graph=True)
@@ -156,12 +155,14 @@ def backward_pass(
 
     gradients(0)  # what is compiled or allocated once must not be part of the capture
     uncaptured = Pass(run_eagerly, len(calls), "events", keep=[edges, leaves, grad_outputs])
-    # Poisoned outputs that are its inputs too would only show NaN going round.
-    return _capture(uncaptured, run, pool, verify=not overwrites)
+    return _capture(uncaptured, run, pool, grad_outputs)
 
 
 def _capture(
-    uncaptured: Pass, run: Callable[[], list[Tensor]], pool: PoolHandle, verify: bool = True
+    uncaptured: Pass,
+    run: Callable[[], list[Tensor]],
+    pool: PoolHandle,
+    read_again: Sequence[Tensor] = (),
 ) -> Pass:
     """Capture `run`; where that fails return `uncaptured`, with the reason.
 
@@ -187,8 +188,11 @@ def _capture(
     except Exception as error:
         torch.cuda.synchronize()
         return replace(uncaptured, reason=first_line(error))
-    if verify:
-        _require_written(graph, outputs)
+    # An output written over what the next replay reads would carry its poison round for ever.
+    read = {tensor.untyped_storage().data_ptr() for tensor in read_again}
+    own = [output for output in outputs if output.untyped_storage().data_ptr() not in read]
+    if own:
+        _require_written(graph, own)
     return replace(uncaptured, run=graph.replay, method="graph", keep=[*uncaptured.keep, graph])
 
 

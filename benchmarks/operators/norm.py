@@ -176,10 +176,14 @@ class Norm(Operator):
         return bind
 
     def _path(self, case: Case, inputs: Inputs) -> str:
-        """Return the path that our module says its calls take."""
-        module = self._module(self.hfai_class, case, inputs)
-        path = module.explain_path()  # type: ignore[operator]
-        return path.taken if path.taken == "hfai" else f"{path.taken}: {path.reason}"
+        """Return the path that our module takes, by what it leaves in autograd's graph."""
+        ours = self._module(self.hfai_class, case, inputs)
+        torchs = self._module(self.torch_class, case, inputs)
+        nodes = [type(module(inputs.leaves["x"]).grad_fn) for module in (ours, torchs)]
+        if nodes[0] is not nodes[1]:
+            return "hfai"
+        path = ours.explain_path()  # type: ignore[operator]
+        return f"torch: {path.reason if path.taken == 'torch' else 'for this input'}"
 
     def _compiled(self, case: Case, device: torch.device) -> Implementation:
         if device.type != "cuda":

@@ -1,0 +1,39 @@
+"""The result file holds the old content or the new, whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from benchmarks.harness.machine import slug
+from benchmarks.harness.result import Row, write
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "op.json"
+    write(path, {"cases": [1]})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write(path, {"cases": [1, math.nan]})
+    assert json.loads(path.read_text()) == {"cases": [1]}
+    assert [file.name for file in path.parent.iterdir()] == ["op.json"]
+
+
+def test_the_file_can_be_read_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "op.json"
+    write(path, {})
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_an_error_that_is_no_number_is_written_as_null() -> None:
+    row = Row("liger", "wrong", errors={"y": math.nan, "dx": 1e-3}).as_dict()
+    assert json.loads(json.dumps(row, allow_nan=False))["errors"] == {"y": None, "dx": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("name", "directory"),
+    [("NVIDIA H200", "nvidia-h200"), ("AMD EPYC 9654 96-Core", "amd-epyc-9654-96-core")],
+)
+def test_a_machines_directory_is_named_after_its_processor(name: str, directory: str) -> None:
+    assert slug(name) == directory
