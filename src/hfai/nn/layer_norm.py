@@ -30,10 +30,10 @@ class LayerNorm(nn.LayerNorm):
         else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
             if torch.compiler.is_compiling():
                 return super().forward(input)
-            shape, weight, bias = self.normalized_shape, self.weight, self.bias
-            if layer_norm.why_not_covered(input, shape, weight, bias, True) is not None:
-                return super().forward(input)
-            return layer_norm.normalise(input, shape, weight, bias, self.eps, True)
+            y = layer_norm.normalise(
+                input, self.normalized_shape, self.weight, self.bias, self.eps, True
+            )
+            return super().forward(input) if y is None else y
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -50,11 +50,8 @@ class RMSNorm(nn.RMSNorm):
         else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
             if torch.compiler.is_compiling():
                 return super().forward(x)
-            shape, weight = self.normalized_shape, self.weight
-            if layer_norm.why_not_covered(x, shape, weight, None, False) is not None:
-                return super().forward(x)
-            eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-            return layer_norm.normalise(x, shape, weight, None, eps, False)
+            y = layer_norm.normalise(x, self.normalized_shape, self.weight, None, self.eps, False)
+            return super().forward(x) if y is None else y
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""

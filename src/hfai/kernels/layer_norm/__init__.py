@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm on the GPU: what is covered, and the differentiable call.
 
-The way of a call: `why_not_covered` (may it run here?) → `normalise` → `autograd.Normalise` →
-`launch` → the kernels in forward.cu, backward.cu, column_sums.cu, or long_rows.cu.
+The way of a call: `call.normalise` (may it run here?) → `autograd.Normalise` → `launch` → the
+kernels in forward.cu, backward.cu and column_sums.cu, or long_rows.cu, laid out by `plan` and
+compiled by `programs`.
 """
 
 from hfai.kernels.layer_norm.call import normalise, why_not_covered, why_not_dtype

@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if constexpr (CLUSTER > 1) cluster_barrier();  // no block ends while another may write to it
 
-  // The group's sums: slot after slot, in order.
+  // The group's sums, over its slots in a fixed order.
   auto write_partial = [&](const float(&value)[COLUMNS], float* __restrict__ partial) {
     float* __restrict__ target = partial + static_cast<i64>(group) * ROW_LENGTH;
     if constexpr (SLOTS == 1) {
@@ -247,11 +247,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           for (int e = 0; e < VECTOR; ++e)
             merge[slot * ROW_LENGTH + column(k) + e] = value[k * VECTOR + e];
       __syncthreads();
-      for (int c = threadIdx.x; c < ROW_LENGTH; c += THREADS) {
-        float total = merge[c];
-        for (int other = 1; other < SLOTS; ++other) total += merge[other * ROW_LENGTH + c];
-        target[c] = total;
+      // In pairs: fewer roundings in a row than one slot after the other, and fewer steps.
+      for (int slots = SLOTS; slots > 1; slots = (slots + 1) / 2) {
+        const int kept = (slots + 1) / 2 * ROW_LENGTH;
+        for (int i = threadIdx.x; i < slots * ROW_LENGTH - kept; i += THREADS)
+          merge[i] += merge[kept + i];
+        __syncthreads();
       }
+      for (int c = threadIdx.x; c < ROW_LENGTH; c += THREADS) target[c] = merge[c];
     }
   };
   if constexpr (NEED_DWEIGHT) write_partial(dweight, dweight_partial);

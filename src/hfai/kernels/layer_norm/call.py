@@ -1,76 +1,31 @@
-"""Which calls of LayerNorm and RMSNorm the kernels cover, and how such a call is made."""
+"""Which calls of LayerNorm and RMSNorm the kernels cover, and how such a call is made.
+
+What can be said of a call without looking at its data, its types, shapes and devices, is looked up
+in a table of configurations; a miss asks `_why_not_configured` and remembers the answer. The rest
+(modes, an input of the wrong shape) is checked every time.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch.cuda import current_device
 
 from hfai.kernels import jit
-from hfai.kernels.coverage import why_not_plain
+from hfai.kernels.coverage import PLAIN_TYPES, why_not_plain, why_watched
 from hfai.kernels.layer_norm import launch
-from hfai.kernels.layer_norm.autograd import Normalise
+from hfai.kernels.layer_norm.autograd import apply_normalise
+from hfai.kernels.layer_norm.programs import Configuration
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float32, *HALF_DTYPES)
 # Column indices are 32-bit in the kernels; rows and elements are counted in 64 bits.
 MOST_COLUMNS = 2**31 - 2**20
 
-
-def why_not_covered(
-    x: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    centered: bool,
-) -> str | None:
-    """Return why this call goes to torch, or None where the kernels take it.
-
-    Args:
-        x: the input.
-        shape: `normalized_shape`.
-        weight: as it is now on the module.
-        bias: likewise; always None for RMSNorm.
-        centered: True for LayerNorm, False for RMSNorm.
-    """
-    reason = why_not_plain(x) or why_not_dtype(x.dtype) or jit.available()
-    if reason is not None:
-        return reason
-    if x.shape[x.dim() - len(shape) :] != shape or x.dim() < len(shape):
-        return f"the input's shape {tuple(x.shape)} does not end in {shape}"
-    if x.numel() == 0:
-        return "the input is empty"
-    for affine in (weight, bias):
-        if affine is not None:
-            reason = _why_not_affine(affine, x, shape, centered)
-            if reason is not None:
-                return reason
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        return f"weight is {weight.dtype} and bias is {bias.dtype}"
-    return None
-
-
-def why_not_dtype(dtype: torch.dtype) -> str | None:
-    """Return why inputs of this type go to torch, or None where the kernels take them."""
-    return None if dtype in DTYPES else f"{dtype} is not among fp32, fp16 and bf16"
-
-
-def _why_not_affine(
-    affine: Tensor, x: Tensor, shape: tuple[int, ...], centered: bool
-) -> str | None:
-    if type(affine) is not Parameter and type(affine) is not Tensor:
-        return f"a parameter is a {type(affine).__name__}, a tensor subclass"
-    if affine.get_device() != x.get_device():
-        return f"a parameter is on {affine.device} and the input on {x.device}"
-    if affine.shape != shape or not affine.is_contiguous():
-        return "a parameter is not a contiguous tensor of normalized_shape"
-    if affine.dtype == x.dtype or (affine.dtype == torch.float32 and x.dtype in HALF_DTYPES):
-        return None
-    if affine.dtype in DTYPES and _autocasts(centered):
-        return None
-    return f"the input is {x.dtype} and a parameter {affine.dtype}"
+_configurations: dict[tuple[object, ...], Configuration | None] = {}
 
 
 def normalise(
@@ -78,47 +33,168 @@ def normalise(
     shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
+    eps: float | None,
     centered: bool,
-) -> Tensor:
-    """Normalise the rows of x, differentiably; the call must be covered (`why_not_covered`).
+) -> Tensor | None:
+    """Normalise the rows of x by our kernels, differentiably, or return None: torch's turn.
+
+    Args:
+        x: [..., *shape].
+        shape: `normalized_shape`.
+        weight: of `shape`, or None.
+        bias: of `shape`, or None; always None for RMSNorm.
+        eps: added under the square root; None (RMSNorm only) for fp32's machine epsilon.
+        centered: True for LayerNorm, False for RMSNorm.
 
     Returns:
         y of x's shape and dtype, or fp32 where autocast asks for that; the cast costs nothing.
+        None where `why_not_covered` has a reason.
     """
-    y_dtype = torch.float32 if _autocasts(centered) else x.dtype
+    autocast = is_autocast_enabled("cuda")
+    key = (
+        type(x),
+        x.dtype,
+        x.get_device(),
+        shape,
+        None if weight is None else (type(weight), weight.dtype, weight.get_device(), weight.shape),
+        None if bias is None else (type(bias), bias.dtype, bias.get_device(), bias.shape),
+        eps is None,
+        centered,
+        autocast,
+    )
+    try:
+        configuration = _configurations[key]
+    except KeyError:
+        configuration = _configurations[key] = _configure(
+            x, shape, weight, bias, eps is None, centered, autocast
+        )
+    if (
+        configuration is None
+        or x.shape[-len(shape) :] != shape
+        or why_watched() is not None
+        or x.numel() == 0
+        or not (weight is None or weight.is_contiguous())
+        or not (bias is None or bias.is_contiguous())
+    ):
+        return None
+    if eps is None:
+        eps = torch.finfo(torch.float32).eps
     if not x.is_contiguous():
         x = x.contiguous()
-    if x.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return _normalise(x, shape, weight, bias, eps, y_dtype, centered)
-    return _normalise(x, shape, weight, bias, eps, y_dtype, centered)
+    if configuration.device != current_device():
+        with torch.cuda.device(configuration.device):
+            return _run(configuration, x, weight, bias, eps)
+    return _run(configuration, x, weight, bias, eps)
 
 
-def _normalise(
+def _run(
+    configuration: Configuration,
     x: Tensor,
-    shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    y_dtype: torch.dtype,
-    centered: bool,
 ) -> Tensor:
-    if torch.is_grad_enabled() and (
+    if is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return Normalise.call(x, weight, bias, shape, eps, y_dtype, centered)
-    return launch.forward(x, shape, weight, bias, eps, y_dtype, centered, False)[0]
+        return apply_normalise(x, weight, bias, eps, configuration)
+    return launch.forward(configuration, x, weight, bias, eps, False)[0]
 
 
-def _autocasts(centered: bool) -> bool:
-    """Return whether autocast runs this call in fp32, by the list of the torch installed."""
-    return torch.is_autocast_enabled("cuda") and _autocast_lists(centered)
+def why_not_covered(
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    centered: bool,
+) -> str | None:
+    """Return why `normalise` leaves this call to torch, or None where it takes it."""
+    autocast = is_autocast_enabled("cuda")
+    reason = _why_not_configured(x, shape, weight, bias, eps is None, centered, autocast)
+    if reason is None:
+        reason = why_watched()
+    if reason is None and x.shape[-len(shape) :] != shape:
+        reason = f"the input's shape {tuple(x.shape)} does not end in {shape}"
+    if reason is None and x.numel() == 0:
+        reason = "the input is empty"
+    if reason is None and not all(a is None or a.is_contiguous() for a in (weight, bias)):
+        reason = "a parameter is not contiguous"
+    return reason
+
+
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """Return why inputs of this type go to torch, or None where the kernels take them."""
+    return None if dtype in DTYPES else f"{dtype} is not among fp32, fp16 and bf16"
+
+
+def _configure(
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    default_eps: bool,
+    centered: bool,
+    autocast: bool,
+) -> Configuration | None:
+    """Return the configuration of calls like this one, or None where they are torch's."""
+    if _why_not_configured(x, shape, weight, bias, default_eps, centered, autocast) is not None:
+        return None
+    affine = bias if weight is None else weight
+    to_fp32 = autocast and _autocast_lists(centered)
+    return Configuration(
+        device=x.get_device(),
+        shape=shape,
+        row_length=math.prod(shape),
+        x_dtype=x.dtype,
+        y_dtype=torch.float32 if to_fp32 else x.dtype,
+        affine_dtype=None if affine is None else affine.dtype,
+        has_weight=weight is not None,
+        has_bias=bias is not None,
+        centered=centered,
+    )
+
+
+def _why_not_configured(
+    x: Tensor,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    default_eps: bool,
+    centered: bool,
+    autocast: bool,
+) -> str | None:
+    """Say what in types, devices and the parameters' shapes is not covered."""
+    reason = why_not_plain(x) or why_not_dtype(x.dtype) or jit.available()
+    if reason is not None:
+        return reason
+    if not 0 < math.prod(shape) <= MOST_COLUMNS:
+        return f"rows of {math.prod(shape)} elements"
+    affines = [affine for affine in (weight, bias) if affine is not None]
+    for affine in affines:
+        if type(affine) not in PLAIN_TYPES:
+            return f"a parameter is a {type(affine).__name__}, a tensor subclass"
+        if affine.get_device() != x.get_device():
+            return f"a parameter is on {affine.device} and the input on {x.device}"
+        if affine.shape != shape:
+            return f"a parameter has shape {tuple(affine.shape)}, not normalized_shape {shape}"
+        if affine.dtype != affines[0].dtype:
+            return f"weight is {affines[0].dtype} and bias is {affine.dtype}"
+    if affines and affines[0].dtype != x.dtype:
+        mixed = f"the input is {x.dtype} and the parameters {affines[0].dtype}"
+        if autocast and _autocast_lists(centered):
+            return why_not_dtype(affines[0].dtype)
+        if not (affines[0].dtype == torch.float32 and x.dtype in HALF_DTYPES):
+            return mixed
+        if default_eps:  # torch's default then depends on which of its paths is taken
+            return f"{mixed}, with eps=None"
+    return None
 
 
 @functools.cache
 def _autocast_lists(centered: bool) -> bool:
+    """Return whether the installed torch's autocast runs this operator in fp32."""
     name = "aten::layer_norm" if centered else "aten::rms_norm"
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")

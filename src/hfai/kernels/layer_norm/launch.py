@@ -1,73 +1,57 @@
-"""Launch the LayerNorm kernels on contiguous CUDA tensors.
+"""Launch the LayerNorm kernels on contiguous CUDA tensors of the current device.
 
-A configuration (row length, types, what is wanted, device) is compiled once and kept by `programs`;
-the functions here look it up, allocate the results and enqueue it on the current stream.
+On a small tensor the time of a call is the time spent here, so the functions do the least that is
+right: allocate, take addresses, enqueue on the current stream.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 
-from hfai.kernels.layer_norm import programs
+from hfai.kernels.layer_norm.programs import Configuration
 
 
 def forward(
+    configuration: Configuration,
     x: Tensor,
-    shape: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    y_dtype: torch.dtype,
-    centered: bool,
     save_statistics: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Normalise the rows of x.
 
     Args:
-        x: contiguous, [..., *shape], fp32, fp16 or bf16.
-        shape: of one row.
+        configuration: what fits these tensors.
+        x: contiguous, [..., *shape], not empty.
         weight: contiguous, of `shape`, or None.
-        bias: as weight, and of its dtype.
+        bias: as weight.
         eps: added to the variance (or mean square).
-        y_dtype: of the result.
-        centered: True for LayerNorm, False for RMSNorm.
         save_statistics: whether to return what the backward pass needs.
 
     Returns:
         y of x's shape, and fp32 statistics: [2, rows] (mean, 1/sqrt(variance + eps)), or [1, rows]
         (1/sqrt(mean square + eps)) for RMSNorm, or None.
     """
-    row_length = math.prod(shape)
-    rows = x.numel() // row_length
-    device = x.get_device()
-    y = torch.empty_like(x, dtype=y_dtype)
-    x_pointer, y_pointer = x.data_ptr(), y.data_ptr()
-    weight_pointer = 0 if weight is None else weight.data_ptr()
-    bias_pointer = 0 if bias is None else bias.data_ptr()
-    affine = bias if weight is None else weight
-    program = programs.forward(
-        device,
-        row_length,
-        x.dtype,
-        y_dtype,
-        None if affine is None else affine.dtype,
-        weight is not None,
-        bias is not None,
-        centered,
-        (x_pointer | y_pointer | weight_pointer | bias_pointer) % 16 == 0,
-    )
+    rows = x.numel() // configuration.row_length
+    y_dtype = configuration.y_dtype
+    y = empty_like(x) if x.dtype is y_dtype else empty_like(x, dtype=y_dtype)
     statistics = None
     mean_pointer = rstd_pointer = 0
     if save_statistics:
-        statistics = x.new_empty((1 + centered, rows), dtype=torch.float32)
+        statistics = _scratch(x, (1 + configuration.centered, rows))
         mean_pointer = statistics.data_ptr()
-        rstd_pointer = mean_pointer + 4 * rows * centered
-    program.enqueue(
-        torch._C._cuda_getCurrentRawStream(device),
-        rows,
+        rstd_pointer = mean_pointer + 4 * rows * configuration.centered
+    x_pointer = x.data_ptr()
+    y_pointer = y.data_ptr()
+    weight_pointer = 0 if weight is None else weight.data_ptr()
+    bias_pointer = 0 if bias is None else bias.data_ptr()
+    aligned = (x_pointer | y_pointer | weight_pointer | bias_pointer) & 15 == 0
+    program = configuration.forward(aligned)
+    program.kernel.launch(
+        program.blocks(rows),
+        torch._C._cuda_getCurrentRawStream(configuration.device),
         x_pointer,
         weight_pointer,
         bias_pointer,
@@ -75,18 +59,17 @@ def forward(
         mean_pointer,
         rstd_pointer,
         eps,
+        rows,
     )
     return y, statistics
 
 
 def backward(
+    configuration: Configuration,
     dy: Tensor,
     x: Tensor,
-    shape: tuple[int, ...],
     weight: Tensor | None,
-    affine_dtype: torch.dtype | None,
     statistics: Tensor,
-    centered: bool,
     need_dx: bool,
     need_dweight: bool,
     need_dbias: bool,
@@ -94,48 +77,36 @@ def backward(
     """Return dx, dweight and dbias, each None where it is not needed.
 
     Args:
-        dy: contiguous, of x's shape.
-        x: the contiguous input of `forward`.
-        shape: of one row.
+        configuration: as given to `forward`.
+        dy: contiguous, of y's shape and dtype.
+        x: as given to `forward`.
         weight: as given to `forward`.
-        affine_dtype: dtype of weight and bias, None where there is neither.
         statistics: as returned by `forward`.
-        centered: True for LayerNorm, False for RMSNorm.
         need_dx: whether x needs a gradient.
         need_dweight: whether weight needs one.
         need_dbias: whether bias needs one.
     """
-    row_length = math.prod(shape)
+    row_length = configuration.row_length
     rows = x.numel() // row_length
-    device = x.get_device()
-    dx = torch.empty_like(x) if need_dx else None
-    dweight = x.new_empty(shape, dtype=affine_dtype) if need_dweight else None
-    dbias = x.new_empty(shape, dtype=affine_dtype) if need_dbias else None
-    x_pointer, dy_pointer = x.data_ptr(), dy.data_ptr()
-    weight_pointer = 0 if weight is None else weight.data_ptr()
+    dx = empty_like(x) if need_dx else None
+    dweight = _affine_gradient(configuration, x, weight) if need_dweight else None
+    dbias = _affine_gradient(configuration, x, weight) if need_dbias else None
+    x_pointer = x.data_ptr()
+    dy_pointer = dy.data_ptr()
     dx_pointer = 0 if dx is None else dx.data_ptr()
+    weight_pointer = 0 if weight is None else weight.data_ptr()
     mean_pointer = statistics.data_ptr()
-    rstd_pointer = mean_pointer + 4 * rows * centered
-    program = programs.backward(
-        device,
-        row_length,
-        x.dtype,
-        dy.dtype,
-        affine_dtype,
-        weight is not None,
-        centered,
-        (x_pointer | dy_pointer | weight_pointer | dx_pointer) % 16 == 0,
-        need_dx,
-        need_dweight,
-        need_dbias,
-    )
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    rstd_pointer = mean_pointer + 4 * rows * configuration.centered
+    aligned = (x_pointer | dy_pointer | dx_pointer | weight_pointer) & 15 == 0
+    program = configuration.backward(aligned, need_dx, need_dweight, need_dbias)
+    stream = torch._C._cuda_getCurrentRawStream(configuration.device)
     groups = program.groups(rows)
     totals = [total.data_ptr() for total in (dweight, dbias) if total is not None]
-    partials = []
+    partials = [0]
     if totals:
-        scratch = x.new_empty((len(totals), groups, row_length), dtype=torch.float32)
-        partials = [scratch.data_ptr() + 4 * groups * row_length * i for i in range(len(totals))]
+        scratch = _scratch(x, (len(totals), groups, row_length))
+        first = scratch.data_ptr()
+        partials = [first, first + 4 * groups * row_length][: len(totals)]
     program.enqueue(
         stream,
         rows,
@@ -150,9 +121,8 @@ def backward(
         partials[-1] if need_dbias else 0,
     )
     if totals:
-        tiles = -(-row_length // 32)
         program.add_partials.launch(
-            tiles * len(totals),
+            -(-row_length // 32) * len(totals),
             stream,
             partials[0],
             partials[-1],
@@ -162,3 +132,17 @@ def backward(
             groups,
         )
     return dx, dweight, dbias
+
+
+def _affine_gradient(configuration: Configuration, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Return room for a gradient of the shape and dtype that weight and bias share."""
+    if weight is not None:
+        return empty_like(weight)
+    return x.new_empty(configuration.shape, dtype=configuration.affine_dtype)
+
+
+def _scratch(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return uninitialised fp32 memory on x's device."""
+    if x.dtype is torch.float32:
+        return x.new_empty(shape)
+    return x.new_empty(shape, dtype=torch.float32)

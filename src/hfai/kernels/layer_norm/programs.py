@@ -1,9 +1,9 @@
-"""The compiled LayerNorm kernels: one program a configuration, made on first use and kept."""
+"""The compiled LayerNorm kernels: made on first use for one configuration, and kept."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,10 +22,9 @@ class ForwardProgram:
     kernel: jit.Kernel
     rows_per_cluster: int
 
-    def enqueue(self, stream: int, rows: int, *arguments: int | float) -> None:
-        """Launch on a raw stream, one block or cluster for every `rows_per_cluster` rows."""
-        clusters = -(-rows // self.rows_per_cluster)
-        self.kernel.launch(clusters * self.kernel.cluster, stream, *arguments, rows)
+    def blocks(self, rows: int) -> int:
+        """Return the grid that covers so many rows."""
+        return -(-rows // self.rows_per_cluster) * self.kernel.cluster
 
 
 @dataclass(frozen=True)
@@ -81,110 +80,122 @@ class LongBackward:
             )
 
 
-@functools.cache
-def forward(
-    device: int,
-    row_length: int,
-    x_dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    affine_dtype: torch.dtype | None,
-    has_weight: bool,
-    has_bias: bool,
-    centered: bool,
-    aligned: bool,
-) -> ForwardProgram:
-    """Return the forward program of a configuration, compiled and loaded on `device`."""
-    limits = jit.device_limits(device)
-    types = {"X": x_dtype, "Y": y_dtype, "W": affine_dtype or torch.float32}
-    constants: dict[str, int | bool] = {
-        "ROW_LENGTH": row_length,
-        "ALIGNED": aligned,
-        "CENTERED": centered,
-        "HAS_WEIGHT": has_weight,
-        "HAS_BIAS": has_bias,
-    }
-    layout = plan.forward_plan(row_length, x_dtype.itemsize, y_dtype.itemsize, limits)
-    if layout is None:
-        constants |= {
-            "VECTOR": plan.vector_length(row_length, x_dtype.itemsize, y_dtype.itemsize),
-            "THREADS": plan.LONG_ROW_THREADS,
-            "NEED_DWEIGHT": False,
-            "NEED_DBIAS": False,
+@dataclass(frozen=True)
+class Configuration:
+    """All that fixes which kernels a call takes, and those kernels once they were needed."""
+
+    device: int
+    shape: tuple[int, ...]
+    row_length: int
+    x_dtype: torch.dtype
+    y_dtype: torch.dtype
+    affine_dtype: torch.dtype | None
+    """Of weight and bias; None where there is neither."""
+    has_weight: bool
+    has_bias: bool
+    centered: bool
+    """True for LayerNorm, False for RMSNorm."""
+    _forward: dict[bool, ForwardProgram] = field(default_factory=dict, compare=False)
+    _backward: dict[tuple[bool, ...], ResidentBackward | LongBackward] = field(
+        default_factory=dict, compare=False
+    )
+
+    def forward(self, aligned: bool) -> ForwardProgram:
+        """Return the forward program; `aligned`: all addresses are multiples of 16 bytes."""
+        program = self._forward.get(aligned)
+        if program is None:
+            program = self._forward[aligned] = self._make_forward(aligned)
+        return program
+
+    def backward(
+        self, aligned: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
+    ) -> ResidentBackward | LongBackward:
+        """Return the backward program that makes the gradients that are needed."""
+        key = (aligned, need_dx, need_dweight, need_dbias)
+        program = self._backward.get(key)
+        if program is None:
+            program = self._backward[key] = self._make_backward(*key)
+        return program
+
+    def _types(self) -> dict[str, torch.dtype]:
+        return {"X": self.x_dtype, "Y": self.y_dtype, "W": self.affine_dtype or torch.float32}
+
+    def _constants(self, aligned: bool) -> dict[str, int | bool]:
+        return {
+            "ROW_LENGTH": self.row_length,
+            "ALIGNED": aligned,
+            "CENTERED": self.centered,
+            "HAS_WEIGHT": self.has_weight,
         }
-        text = jit.program_text("layer_norm/long_rows.cu", constants, types)
-        name = "hfai_layer_norm_forward_long"
-        return ForwardProgram(jit.load(text, name, device, block=plan.LONG_ROW_THREADS), 1)
-    text = jit.program_text("layer_norm/forward.cu", constants | layout.constants(), types)
-    kernel = jit.load(
-        text, "hfai_layer_norm_forward", device, block=layout.threads, cluster=layout.cluster
-    )
-    return ForwardProgram(kernel, layout.rows_per_cluster)
 
-
-@functools.cache
-def backward(
-    device: int,
-    row_length: int,
-    x_dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    affine_dtype: torch.dtype | None,
-    has_weight: bool,
-    centered: bool,
-    aligned: bool,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dbias: bool,
-) -> ResidentBackward | LongBackward:
-    """Return the backward program of a configuration, compiled and loaded on `device`."""
-    limits = jit.device_limits(device)
-    types = {"X": x_dtype, "Y": y_dtype, "W": affine_dtype or torch.float32}
-    constants: dict[str, int | bool] = {
-        "ROW_LENGTH": row_length,
-        "ALIGNED": aligned,
-        "CENTERED": centered,
-        "HAS_WEIGHT": has_weight,
-        "NEED_DWEIGHT": need_dweight,
-        "NEED_DBIAS": need_dbias,
-    }
-    add_partials = _add_partials(device, types["W"])
-    weight_bytes = types["W"].itemsize if has_weight else 0
-    layout = plan.backward_plan(
-        row_length,
-        x_dtype.itemsize,
-        y_dtype.itemsize,
-        weight_bytes,
-        limits,
-        aligned,
-    )
-    if layout is not None:
-        constants |= {"NEED_DX": need_dx, **layout.constants()}
-        text = jit.program_text("layer_norm/backward.cu", constants, types)
+    def _make_forward(self, aligned: bool) -> ForwardProgram:
+        x_bytes, y_bytes = self.x_dtype.itemsize, self.y_dtype.itemsize
+        layout = plan.forward_plan(
+            self.row_length, x_bytes, y_bytes, jit.device_limits(self.device)
+        )
+        constants = self._constants(aligned) | {"HAS_BIAS": self.has_bias}
+        if layout is None:
+            text = self._long_rows(constants | {"NEED_DWEIGHT": False, "NEED_DBIAS": False})
+            return ForwardProgram(self._load_long(text, "forward_long"), 1)
+        text = jit.program_text(
+            "layer_norm/forward.cu", constants | layout.constants(), self._types()
+        )
         kernel = jit.load(
             text,
-            "hfai_layer_norm_backward",
-            device,
+            "hfai_layer_norm_forward",
+            self.device,
             block=layout.threads,
-            shared_bytes=layout.shared_bytes(
-                row_length, x_dtype.itemsize, y_dtype.itemsize, weight_bytes
-            ),
             cluster=layout.cluster,
         )
-        return ResidentBackward(kernel, add_partials, layout.rows_per_cluster)
-    vector = plan.vector_length(row_length, x_dtype.itemsize, y_dtype.itemsize)
-    threads = plan.LONG_ROW_THREADS
-    constants |= {"HAS_BIAS": need_dbias, "VECTOR": vector, "THREADS": threads}
-    text = jit.program_text("layer_norm/long_rows.cu", constants, types)
+        return ForwardProgram(kernel, layout.rows_per_cluster)
 
-    def load(name: str) -> jit.Kernel:
-        return jit.load(text, f"hfai_layer_norm_{name}", device, block=threads)
+    def _make_backward(
+        self, aligned: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
+    ) -> ResidentBackward | LongBackward:
+        types = self._types()
+        limits = jit.device_limits(self.device)
+        sizes = (
+            self.row_length,
+            self.x_dtype.itemsize,
+            self.y_dtype.itemsize,
+            types["W"].itemsize if self.has_weight else 0,
+        )
+        layout = plan.backward_plan(*sizes, limits, aligned)
+        constants = self._constants(aligned) | {
+            "NEED_DWEIGHT": need_dweight,
+            "NEED_DBIAS": need_dbias,
+        }
+        add_partials = _add_partials(self.device, types["W"])
+        if layout is not None:
+            constants |= {"NEED_DX": need_dx, **layout.constants()}
+            kernel = jit.load(
+                jit.program_text("layer_norm/backward.cu", constants, types),
+                "hfai_layer_norm_backward",
+                self.device,
+                block=layout.threads,
+                shared_bytes=layout.shared_bytes(*sizes),
+                cluster=layout.cluster,
+            )
+            return ResidentBackward(kernel, add_partials, layout.rows_per_cluster)
+        text = self._long_rows(constants | {"HAS_BIAS": False})
+        sums = need_dweight or need_dbias
+        vector = plan.vector_length(*sizes[:3])
+        return LongBackward(
+            dx=self._load_long(text, "backward_long") if need_dx else None,
+            columns=self._load_long(text, "columns") if sums else None,
+            add_partials=add_partials,
+            multiprocessors=limits.multiprocessors,
+            tiles=-(-self.row_length // (32 * vector)),
+        )
 
-    return LongBackward(
-        dx=load("backward_long") if need_dx else None,
-        columns=load("columns") if need_dweight or need_dbias else None,
-        add_partials=add_partials,
-        multiprocessors=limits.multiprocessors,
-        tiles=-(-row_length // (32 * vector)),
-    )
+    def _long_rows(self, constants: dict[str, int | bool]) -> str:
+        vector = plan.vector_length(self.row_length, self.x_dtype.itemsize, self.y_dtype.itemsize)
+        constants = constants | {"VECTOR": vector, "THREADS": plan.LONG_ROW_THREADS}
+        return jit.program_text("layer_norm/long_rows.cu", constants, self._types())
+
+    def _load_long(self, text: str, name: str) -> jit.Kernel:
+        name = f"hfai_layer_norm_{name}"
+        return jit.load(text, name, self.device, block=plan.LONG_ROW_THREADS)
 
 
 @functools.cache

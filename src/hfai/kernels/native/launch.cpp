@@ -81,8 +81,8 @@ struct Driver {
 
 constexpr size_t kMaxArguments = 24;
 
-void launch(uintptr_t kernel, int device, unsigned grid, unsigned block, unsigned shared_bytes,
-            unsigned cluster, uintptr_t stream, nb::args arguments) {
+void launch(uintptr_t kernel, int device, unsigned block, unsigned shared_bytes, unsigned cluster,
+            unsigned grid, uintptr_t stream, nb::args arguments) {
   static const Driver driver;
   const size_t count = arguments.size();
   if (count > kMaxArguments) throw std::invalid_argument("too many kernel arguments");
@@ -117,8 +117,8 @@ void launch(uintptr_t kernel, int device, unsigned grid, unsigned block, unsigne
 
 NB_MODULE(_launch, module) {
   module.doc() = "Kernel launches at the driver's own cost.";
-  module.def("launch", &launch, nb::arg("kernel"), nb::arg("device"), nb::arg("grid"),
-             nb::arg("block"), nb::arg("shared_bytes"), nb::arg("cluster"), nb::arg("stream"),
+  module.def("launch", &launch, nb::arg("kernel"), nb::arg("device"), nb::arg("block"),
+             nb::arg("shared_bytes"), nb::arg("cluster"), nb::arg("grid"), nb::arg("stream"),
              nb::arg("arguments"),
              "Launch a CUfunction or CUkernel handle on a stream of `device`'s primary context.\n\n"
              "Each Python int becomes an 8-byte kernel parameter (a pointer or a long long), each "
