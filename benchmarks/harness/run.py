@@ -284,9 +284,10 @@ class _CaseRun:
 
     def time_kernels(self) -> None:
         """Capture and time the forward of all, then the backward of all."""
-        pool = graphs.new_pool()
         flush = graphs.Flush(self.device)
         for direction in ("forward", "backward"):
+            # A pool whose graphs are all gone must not be used again: torch asserts on it.
+            pool = graphs.new_pool()
             passes: dict[str, graphs.Pass] = {}
             self.each(f"capturing {direction}", partial(self.capture, direction, pool, passes))
             self.report(f"replaying {direction}")
