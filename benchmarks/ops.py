@@ -27,6 +27,7 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
+from rich.live import Live
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))  # for hfai, if not installed
@@ -157,8 +158,12 @@ class Session:
         out_of_time: Callable[[], bool],
     ) -> None:
         """Measure case after case, writing the file after each, until the time is up."""
-        progress = Console(stderr=True)
-        with progress.status(self.operator.name) as status:
+        # Progress shares the terminal with the lines, or has stderr where those are piped. It is
+        # drawn by this thread alone: another would take turns with what is being timed.
+        screen = self.console if self.console.is_terminal else Console(stderr=True)
+        with Live(
+            console=screen, transient=True, auto_refresh=False, redirect_stdout=False
+        ) as progress:
             for index, case in enumerate(cases):
                 if out_of_time():
                     left = len(cases) - index
@@ -167,7 +172,7 @@ class Session:
                 label = f"{index + 1}/{len(cases)} {self.operator.name} {case.name}"
 
                 def report(step: str, label: str = label) -> None:
-                    status.update(f"{label}: {step}")
+                    progress.update(f"{label}: {step}", refresh=True)
 
                 measured = run.measure(
                     self.operator, case, device, ceilings, settings, seed + index, report
@@ -199,7 +204,11 @@ class Session:
             slower = [
                 one for one in measured if any(c["slower"] for c in one.comparison().values())
             ]
-            self.console.print(f"{len(measured)} cases, ours slower in {len(slower)}")
+            compared = [one for one in measured if one.comparison()]
+            self.console.print(
+                f"{len(measured)} cases; ours is slower in {len(slower)} of {len(compared)} "
+                f"with kernel times"
+            )
             for remark in table.remarks(slower):
                 self.console.print(remark, highlight=False, markup=False)
         if self.path is not None and self.results:

@@ -139,12 +139,11 @@ def backward_pass(
             the implementation overwrites it.
         pool: shared by the graphs of one case.
     """
-    # Only the edge into autograd's graph is kept: holding the outputs would double the memory.
-    edges: list[GradientEdge] = [get_gradient_edge(call()) for call in calls]
+    edges = [_edge_into(call()) for call in calls]
     leaves = [list(one.leaves.values()) for one in inputs]
 
     def gradients(i: int) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(edges[i], leaves[i], grad_outputs[i], retain_graph=True)
+        return torch.autograd.grad([edges[i]], leaves[i], [grad_outputs[i]], retain_graph=True)
 
     def run() -> list[Tensor]:
         return [gradient for i in range(len(calls)) for gradient in gradients(i)]
@@ -156,6 +155,15 @@ def backward_pass(
     gradients(0)  # what is compiled or allocated once must not be part of the capture
     uncaptured = Pass(run_eagerly, len(calls), "events", keep=[edges, leaves, grad_outputs])
     return _capture(uncaptured, run, pool, grad_outputs)
+
+
+def _edge_into(output: Tensor) -> GradientEdge:
+    """Return what a backward can start from without the output, whose memory is not needed for it.
+
+    A Python function's node does not own the graph behind it. The view's node, which is C++, does,
+    and adds no kernel to the backward.
+    """
+    return get_gradient_edge(output.view_as(output))
 
 
 def _capture(

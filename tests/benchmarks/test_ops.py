@@ -81,12 +81,18 @@ def test_a_cpu_run_without_out_writes_nothing(run_script: Run) -> None:
     assert sorted((ROOT / "benchmarks" / "results").rglob("*")) == before
 
 
-def test_a_killed_run_keeps_what_it_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)], ids=str
+)
+def test_a_run_that_is_stopped_keeps_what_it_measured(
+    tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "ops.py", "--op", "layer_norm", "--grid"]
     process = subprocess.Popen(
         [*command, "--device", "cpu", "--out", tmp_path],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         env=one_thread(),
     )
     try:
@@ -97,8 +103,10 @@ def test_a_killed_run_keeps_what_it_measured(tmp_path: Path) -> None:
             time.sleep(0.05)
         time.sleep(0.3)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(sent)
+        _, words = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "Traceback" not in words
     document = json.loads(found[0].read_text())
     assert document["complete"] is False
     assert 1 <= len(document["cases"]) < 120
