@@ -1,0 +1,136 @@
+"""`hfai demo`: the options, their ranges, and the exit codes. The work is `hfai.demo.job`."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hfai.demo.request import EXIT_INTERRUPTED, Request, UsageError
+
+EXIT_CODES = """\b
+Exit codes:
+  0    finished, all checks passed
+  1    a check failed, or an unexpected error
+  2    the arguments contradict each other, the machine or the run to resume
+  130  stopped by Ctrl-C or SIGTERM; what there was is written
+"""
+
+
+class OneLineUsage(click.Command):
+    """A command whose usage errors are one line.
+
+    click prints a usage text above those errors that know their context, so they forget it here.
+    """
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the arguments."""
+        with _forgetting_context():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _forgetting_context():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _forgetting_context() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        error.ctx = None
+        raise
+
+
+@click.command(cls=OneLineUsage, epilog=EXIT_CODES)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU where torch sees one.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["auto", "fp32", "bf16"]),
+    default="auto",
+    show_default=True,
+    help="bf16 is autocast over fp32 parameters; auto: bf16 on a GPU that has it.",
+)
+@click.option(
+    "--model",
+    type=click.Choice(["tiny", "base", "large"]),
+    help="The size of the BERT.  [default: tiny on the CPU, base on a GPU]",
+)
+@click.option("--steps", type=click.IntRange(1, 10_000_000), help="Optimizer steps.")
+@click.option("--batch-size", type=click.IntRange(1, 65_536), help="Windows of text in a step.")
+@click.option("--length", type=click.IntRange(8, 8192), help="Bytes in a window.")
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(0.0, 1.0, min_open=True),
+    help="The peak of the schedule: a linear rise over a tenth of the steps, then a linear fall.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), help="Of weights and batches.  [default: 0]"
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("hfai-demo"),
+    show_default=True,
+    help="The directory for loss.png, figures.json, model.pt and resume.pt.",
+)
+@click.option("--resume", is_flag=True, help="Go on with the stopped run in --out.")
+@click.option("--json", is_flag=True, help="Print the figures as one JSON object, and only that.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def command(device: str, out: Path, resume: bool, json: bool, debug: bool, **given: Any) -> None:
+    """Train a small BERT on Python's own sources and compare with plain torch.
+
+    The model is pre-trained to fill in masked bytes, with hfai's layers. At the end torch's layers
+    and hfai's are timed in turn on the same batches, and the model is converted back, saved, and
+    loaded into plain torch. Steps, batch size, length and learning rate have defaults that fit the
+    model and the device; on two CPU cores the whole takes two minutes. Ctrl-C stops after the
+    current step and writes what there is; a second Ctrl-C ends at once.
+    """
+    try:
+        sys.exit(_run(device, out, resume, json, given))
+    except Exception as error:
+        if debug:
+            raise
+        _explain(error)
+
+
+def _run(device: str, out: Path, resume: bool, json: bool, given: dict[str, Any]) -> int:
+    command_line = shlex.join(["hfai", *sys.argv[1:]])
+    try:
+        # torch takes seconds to import, and `hfai demo --help` needs none of it.
+        from hfai.demo.job import run
+
+        return run(Request(given, device, out, resume, json, command_line))
+    except KeyboardInterrupt:
+        click.echo("Stopped before the first step: nothing was written.", err=True)
+        return EXIT_INTERRUPTED
+
+
+def _explain(error: Exception) -> None:
+    """Turn an error into one line and an exit code."""
+    if isinstance(error, UsageError):
+        raise click.UsageError(str(error)) from error
+    if isinstance(error, MemoryError):
+        raise click.ClickException(str(error)) from error
+    if isinstance(error, OSError):
+        raise click.ClickException(f"{error}; choose another directory with --out") from error
+    raise click.ClickException(
+        f"{type(error).__name__}: {_first_sentence(error)} (add --debug for the traceback)"
+    ) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"

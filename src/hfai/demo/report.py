@@ -1,0 +1,157 @@
+"""What a run says before and after its progress line: a few lines, a short table, the files."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hfai.demo import check, figures, state
+from hfai.demo.compare import Comparison, Side
+from hfai.demo.corpus import Corpus
+from hfai.demo.machine import describe_machine
+from hfai.demo.outcome import Outcome
+from hfai.demo.progress import format_duration
+from hfai.demo.settings import Settings
+from hfai.demo.state import RunState
+
+CURVE_FILE_NAME = "loss.png"
+MEBIBYTE = 2**20
+
+
+def print_opening(
+    console: Console,
+    settings: Settings,
+    device: torch.device,
+    corpus: Corpus,
+    resume_file: Path,
+    saved: RunState | None,
+) -> None:
+    """Print what is about to be trained, on what, and whether that goes on with an earlier run."""
+    machine = describe_machine(device)
+    place = machine["gpu"] or f"{machine['cpu']}, {machine['torch_threads']} threads"
+    text_bytes = len(corpus.training) + len(corpus.held_out)
+    _print_line(
+        console,
+        f"bert_{settings.model}_MLM on {device.type} ({place}), {settings.precision}: "
+        f"{settings.steps} steps of {settings.batch_size} x {settings.length} bytes, seed "
+        f"{settings.seed}; text: Python's standard library, {text_bytes / 1e6:.1f} MB",
+    )
+    if corpus.note is not None:
+        _print_line(console, f"note: {corpus.note}")
+    if saved is not None:
+        _print_line(console, f"going on after step {len(saved.losses)} of {settings.steps}")
+    elif resume_file.exists():
+        _print_line(
+            console,
+            f"note: this new run will replace the stopped one in {resume_file}, which --resume "
+            f"would go on with",
+        )
+
+
+def print_report(console: Console, outcome: Outcome, device: torch.device) -> None:
+    """Print what the run came to; parts that it did not come to are left out or said to be so."""
+    console.print()
+    for line in _training_lines(outcome):
+        _print_line(console, line)
+    if outcome.comparison is not None:
+        console.print(_comparison_table(outcome.comparison, outcome, device))
+    elif outcome.interrupted:
+        _print_line(console, "torch against hfai: not measured, the run was stopped before")
+    for line in _layer_lines(outcome):
+        _print_line(console, line)
+    for result in outcome.checks():
+        verdict = "ok" if result.passed else "FAILED"
+        _print_line(console, f"{verdict}: {result.name} ({result.detail})")
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(Text(line), soft_wrap=True)
+
+
+def _training_lines(outcome: Outcome) -> Iterator[str]:
+    settings = outcome.settings
+    steps = f"{len(outcome.losses)} of {settings.steps} steps"
+    duration = format_duration(outcome.training_seconds)
+    speed = outcome.training_tokens_per_second
+    if not outcome.losses or speed is None:
+        yield "trained: no step was finished"
+        return
+    yield f"trained: {steps} in {duration}, {speed:,.0f} tokens/s with data and progress"
+    yield (
+        f"loss:    from {outcome.losses[0]:.3f} to {outcome.last_loss:.3f} nats a byte "
+        f"(guessing by byte frequency: {outcome.unigram:.3f})"
+    )
+
+
+def _comparison_table(comparison: Comparison, outcome: Outcome, device: torch.device) -> Table:
+    ratios = comparison.ratios
+    table = Table(title=None)
+    for header in ("", "torch", "hfai", "hfai / torch"):
+        table.add_column(header, justify="left" if header == "" else "right")
+    table.add_row(
+        f"tokens/s, median of {len(ratios)}",
+        f"{statistics.median(comparison.torch.tokens_per_second):,.0f}",
+        f"{statistics.median(comparison.hfai.tokens_per_second):,.0f}",
+        f"{comparison.ratio:.3f}  ({min(ratios):.2f} to {max(ratios):.2f})",
+    )
+    sides = (comparison.torch, comparison.hfai)
+    table.add_row("loss on held-out text", *(_loss(side) for side in sides), "")
+    if device.type == "cuda":
+        table.add_row("peak GPU memory", *(_mebibytes(side.peak_memory) for side in sides), "")
+    else:
+        table.add_row("peak memory, whole process", _mebibytes(outcome.peak_memory), "", "")
+    return table
+
+
+def _loss(side: Side) -> str:
+    return "not measured" if side.loss is None else f"{side.loss:.4f}"
+
+
+def _layer_lines(outcome: Outcome) -> Iterator[str]:
+    swapped = ", ".join(f"{n} {name}" for name, n in outcome.swap.swapped.items())
+    yield f"swapped: {swapped or 'no layer'}"
+    for path in outcome.swap.paths:
+        yield f"         {path.count} {path.layer} on {path.path}'s path: {path.reason}"
+    if outcome.comparison is not None and all(p.path == "torch" for p in outcome.swap.paths):
+        yield "         both sides ran the same code: the ratio shows how steady this machine is"
+
+
+def _mebibytes(size: int | None) -> str:
+    return "" if size is None else f"{size / MEBIBYTE:,.0f} MiB"
+
+
+def draw_curve(console: Console, path: Path, outcome: Outcome) -> None:
+    """Write the picture of the losses, or say how to get one where matplotlib is missing."""
+    if not outcome.losses:
+        return
+    try:
+        from hfai.demo.plot import draw_losses
+    except ImportError as error:
+        _print_line(
+            console,
+            f"no {path.name}: matplotlib cannot be imported ({error}); to get the picture: "
+            f"pip install matplotlib",
+        )
+        return
+    settings = outcome.settings
+    title = f"bert_{settings.model}_MLM on Python's standard library, {settings.precision}"
+    draw_losses(path, outcome.losses, outcome.unigram, title)
+
+
+def print_files(console: Console, out: Path, outcome: Outcome) -> None:
+    """Name the files that the run has left, and how to go on with a stopped one."""
+    names = (CURVE_FILE_NAME, figures.FILE_NAME, check.FILE_NAME)
+    files = [name for name in names if (out / name).exists()]
+    _print_line(console, f"written: {', '.join(files)} in {out}")
+    if outcome.interrupted:
+        _print_line(
+            console,
+            f"stopped after step {len(outcome.losses)} of {outcome.settings.steps}: add --resume "
+            f"to go on from {out / state.FILE_NAME}",
+        )

@@ -1,0 +1,37 @@
+"""What the command line hands to the job, and what comes back.
+
+Nothing here imports torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class UsageError(ValueError):
+    """The user asked for something that cannot be done as asked."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for.
+
+    Attributes:
+        given: values for fields of `Settings`; None or "auto" where the user left it open.
+        device: "auto", "cpu" or "cuda".
+        out: the directory of all files written.
+        resume: go on with the run whose resume file is in `out`.
+        json: print the figures as JSON on standard output, all else on standard error.
+        command: as the user would type it again.
+    """
+
+    given: dict[str, Any]
+    device: str
+    out: Path
+    resume: bool
+    json: bool
+    command: str
