@@ -98,7 +98,7 @@ def main(
     out_of_time = (lambda: time.monotonic() - begin > time_budget) if time_budget else lambda: False
     seed = secrets.randbelow(2**31) if seed is None else seed
     header: dict[str, Any] = {
-        "command": machine.command(),
+        "command": machine.command(sys.argv[1:]),
         "date": machine.now(),
         "commit": machine.commit() or commit,
         "seed": seed,

@@ -3,7 +3,7 @@
 A graph holds one call on each of several input sets, none of which shares memory with another, and
 the time of a replay is divided by their number: launch gaps of the host are gone, and the cost of
 the two events and of starting the graph is spread over them. Before each replay, outside the
-timed part, a device copy of four times the L2 cache's size runs: no input is served from L2, and
+timed part, a kernel reads and writes twice the L2 cache's size: no input is served from L2, and
 L2 is left as a streaming kernel leaves it, half full of lines still to be written back. (A flush
 that only writes would charge the kernel for a whole cache of write-backs, one that only reads
 would give it a whole cache of free writes.)
@@ -22,7 +22,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,6 @@ MOST_SETS = 64
 MEMORY_SHARE = 0.25  # of the free memory, for the input sets; outputs and peers need the rest
 CACHED_BYTES_KEPT = 1 << 30
 
-PoolHandle = Any  # torch's type for it is private
 EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
@@ -55,22 +53,37 @@ def set_count(floor_ms: float, set_bytes: int, free_bytes: int) -> int:
     return max(1, min(wanted, MOST_SETS, room))
 
 
-def new_pool() -> PoolHandle:
-    """Return a memory pool for the graphs of one case."""
-    return torch.cuda.graph_pool_handle()
+class Pool:
+    """The memory that the graphs of one case share.
+
+    Outputs are dropped after a capture, and the next capture writes its own over them; replays
+    never read another graph's outputs. torch gives a pool up with the last graph in it and then
+    refuses its handle, so a graph of one small kernel stays in it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._keeper = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
+        self._keeper.capture_begin(pool=self.handle)
+        torch.zeros(1, device=device)
+        self._keeper.capture_end()
 
 
 class Flush:
-    """A device copy that leaves nothing of earlier tensors in L2."""
+    """A kernel that reads and writes twice L2's size, and leaves nothing of earlier tensors in it.
+
+    It adds rather than copies: a copy may go past the multiprocessors and their way of caching.
+    """
 
     def __init__(self, device: torch.device) -> None:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        self._source = torch.zeros(2 * l2_bytes, dtype=torch.uint8, device=device)
+        self._source = torch.zeros(2 * l2_bytes // 4, dtype=torch.float32, device=device)
         self._target = torch.empty_like(self._source)
 
     def __call__(self) -> None:
-        """Enqueue the copy."""
-        self._target.copy_(self._source)
+        """Enqueue the kernel."""
+        torch.add(self._source, 1.0, out=self._target)
 
 
 @dataclass
@@ -109,7 +122,7 @@ class Pass:
         return elapsed_ms(*events) / self.sets
 
 
-def forward_pass(calls: Sequence[Callable[[], Tensor]], pool: PoolHandle) -> Pass:
+def forward_pass(calls: Sequence[Callable[[], Tensor]], pool: Pool) -> Pass:
     """Capture the forward of every call, autograd's bookkeeping included."""
 
     def run() -> list[Tensor]:
@@ -128,7 +141,7 @@ def backward_pass(
     calls: Sequence[Callable[[], Tensor]],
     inputs: Sequence[Inputs],
     grad_outputs: Sequence[Tensor],
-    pool: PoolHandle,
+    pool: Pool,
 ) -> Pass:
     """Run the forward of every call once, then capture their backward alone.
 
@@ -169,13 +182,12 @@ def _edge_into(output: Tensor) -> GradientEdge:
 def _capture(
     uncaptured: Pass,
     run: Callable[[], list[Tensor]],
-    pool: PoolHandle,
+    pool: Pool,
     read_again: Sequence[Tensor] = (),
 ) -> Pass:
-    """Capture `run`; where that fails return `uncaptured`, with the reason.
+    """Capture `run` into `pool`; where that fails return `uncaptured`, with the reason.
 
-    All graphs of a case share one memory pool: outputs are dropped after the capture, and the next
-    capture writes its own over them. Replays never read another graph's outputs.
+    `read_again` are tensors that a replay reads and that its outputs may lie in.
     """
     torch.cuda.synchronize()
     if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_BYTES_KEPT:
@@ -183,7 +195,7 @@ def _capture(
     graph = torch.cuda.CUDAGraph()
     try:
         with no_collection():
-            graph.capture_begin(pool=pool)
+            graph.capture_begin(pool=pool.handle)
             try:
                 outputs = run()
             except BaseException:

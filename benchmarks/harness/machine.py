@@ -7,7 +7,7 @@ import platform
 import re
 import shlex
 import subprocess
-import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import hfai
 
 ROOT = Path(__file__).resolve().parents[2]
+PLACE_OPTIONS = ("--out", "--commit")
 PACKAGES = ("torch", "triton", "liger-kernel", "quack-kernels", "cuda-core", "numpy")
 
 
@@ -62,9 +63,20 @@ def versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def command() -> str:
-    """Return the command that started this run, as one types it at the repository's root."""
-    return shlex.join(["python", "benchmarks/ops.py", *sys.argv[1:]])
+def command(arguments: Sequence[str]) -> str:
+    """Return the command of a run, as one types it at the repository's root.
+
+    Options that change no number (`PLACE_OPTIONS`) are left out: their values belong to the machine
+    on which the run was made.
+    """
+    kept = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in PLACE_OPTIONS:
+            next(rest, None)
+        elif not argument.startswith(tuple(f"{option}=" for option in PLACE_OPTIONS)):
+            kept.append(argument)
+    return shlex.join(["python", "benchmarks/ops.py", *kept])
 
 
 def commit() -> str | None:

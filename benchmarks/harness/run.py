@@ -287,7 +287,7 @@ class _CaseRun:
         flush = graphs.Flush(self.device)
         for direction in ("forward", "backward"):
             # A pool whose graphs are all gone must not be used again: torch asserts on it.
-            pool = graphs.new_pool()
+            pool = graphs.Pool(self.device)
             passes: dict[str, graphs.Pass] = {}
             self.each(f"capturing {direction}", partial(self.capture, direction, pool, passes))
             self.report(f"replaying {direction}")
@@ -299,7 +299,7 @@ class _CaseRun:
     def capture(
         self,
         direction: str,
-        pool: graphs.PoolHandle,
+        pool: graphs.Pool,
         passes: dict[str, graphs.Pass],
         contender: Contender,
     ) -> None:

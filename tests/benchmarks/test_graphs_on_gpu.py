@@ -14,6 +14,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="captures CUDA graphs: needs an NVIDIA GPU"
 )
+GPU = torch.device("cuda", 0)
 CEILINGS = Ceilings(4e12, {"fp32": 5e13})
 
 
@@ -23,7 +24,7 @@ def test_both_passes_of_every_implementation_are_captured(name: str) -> None:
         result = measure(
             OPERATORS[name](),
             norm_case((512, 1024), torch.bfloat16),
-            torch.device("cuda", 0),
+            GPU,
             CEILINGS,
             GRID,
             seed=3,
@@ -42,8 +43,7 @@ def test_both_passes_of_every_implementation_are_captured(name: str) -> None:
 def test_whole_calls_and_peak_memory_are_measured() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         case = norm_case((256, 512), torch.float32)
-        device = torch.device("cuda", 0)
-        result = measure(OPERATORS["layer_norm"](), case, device, CEILINGS, QUICK, seed=4)
+        result = measure(OPERATORS["layer_norm"](), case, GPU, CEILINGS, QUICK, seed=4)
     torchs = result.row("torch")
     assert torchs is not None
     assert set(torchs.call) == {"no_grad", "forward", "both"}
@@ -58,13 +58,23 @@ def test_a_forward_that_synchronizes_falls_back_to_events() -> None:
         return x * x.detach().sum().item()
 
     with torch.cuda.stream(torch.cuda.Stream()):
-        captured = graphs.forward_pass([call, call], graphs.new_pool())
+        captured = graphs.forward_pass([call, call], graphs.Pool(GPU))
         assert captured.method == "events"
         assert captured.reason
-        flush = graphs.Flush(torch.device("cuda", 0))
+        flush = graphs.Flush(GPU)
         events = captured.timer(flush)()
         torch.cuda.synchronize()
         assert captured.milliseconds(events) > 0
+
+
+def test_a_pool_outlives_its_graphs() -> None:
+    x = torch.randn(64, 64, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        pool = graphs.Pool(GPU)
+        for _ in range(3):
+            captured = graphs.forward_pass([lambda: x * 2], pool)
+            assert captured.method == "graph", captured.reason
+            del captured
 
 
 def test_a_graph_that_writes_only_part_of_its_output_is_refused() -> None:
@@ -79,4 +89,4 @@ def test_a_graph_that_writes_only_part_of_its_output_is_refused() -> None:
         torch.cuda.stream(torch.cuda.Stream()),
         pytest.raises(RuntimeError, match="left elements of an output unwritten"),
     ):
-        graphs.forward_pass([call], graphs.new_pool())
+        graphs.forward_pass([call], graphs.Pool(GPU))

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from benchmarks.harness.machine import slug
+from benchmarks.harness.machine import command, slug
 from benchmarks.harness.result import Row, write
 
 
@@ -29,6 +29,12 @@ def test_the_file_can_be_read_by_others(tmp_path: Path) -> None:
 def test_an_error_that_is_no_number_is_written_as_null() -> None:
     row = Row("liger", "wrong", errors={"y": math.nan, "dx": 1e-3}).as_dict()
     assert json.loads(json.dumps(row, allow_nan=False))["errors"] == {"y": None, "dx": 1e-3}
+
+
+@pytest.mark.parametrize("out", [["--out", "/some/where"], ["--out=/some/where"]], ids=str)
+def test_the_command_is_recorded_without_the_place_of_its_file(out: list[str]) -> None:
+    given = ["--op", "layer_norm", *out, "--cases", "64x768 fp32", "--commit", "abc"]
+    assert command(given) == "python benchmarks/ops.py --op layer_norm --cases '64x768 fp32'"
 
 
 @pytest.mark.parametrize(
