@@ -218,9 +218,12 @@ class _CaseRun:
         outputs = check.run_once(call, one, contender.grad_output(one))
         reference = self.operator.reference(self.case, one, sample)
         row.errors = check.relative_errors(outputs, reference)
-        wrong = check.beyond_tolerance(row.errors, self.operator.tolerance(self.case))
+        torchs, tolerance = self.result.row("torch"), self.operator.tolerance(self.case)
+        wrong = check.beyond_tolerance(row.errors, tolerance, torchs.errors if torchs else {})
         if wrong:
             row.status, row.reason = "wrong", "; ".join(wrong)
+        else:
+            row.flags += check.beyond_tolerance(row.errors, tolerance, {})
 
     def flag_accuracy(self) -> None:
         ours, torchs = self.result.row("hfai"), self.result.row("torch")

@@ -29,7 +29,8 @@ def case_line(result: CaseResult) -> str:
         shown = [
             f"{row.name} {duration(row.call['both'].median_ms)}" for row in result.rows if row.call
         ]
-        parts.append(f"whole call fwd+bwd {'  '.join(shown)}")
+        if shown:
+            parts.append(f"whole call fwd+bwd {'  '.join(shown)}")
     parts += [f"{row.name} {row.status}: {row.reason}" for row in result.rows if is_fault(row)]
     parts += [
         f"SLOWER than {compared['best_other']} {direction} ({compared['times_faster']:.2f}x)"

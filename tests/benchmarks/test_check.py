@@ -45,7 +45,7 @@ def test_one_element_nobody_wrote_is_wrong() -> None:
     actual[57] = math.nan
     errors = relative_errors({"y": actual}, [whole("y", expected)])
     assert math.isnan(errors["y"])
-    assert beyond_tolerance(errors, 1e-2) == ["y is off by nan (allowed 0.01)"]
+    assert beyond_tolerance(errors, 1e-2, {}) == ["y is off by nan (allowed 0.01)"]
 
 
 def test_an_output_of_another_shape_is_refused_and_not_broadcast() -> None:
@@ -54,7 +54,25 @@ def test_an_output_of_another_shape_is_refused_and_not_broadcast() -> None:
 
 
 def test_only_outputs_beyond_the_tolerance_are_wrong() -> None:
-    assert beyond_tolerance({"y": 1e-3, "dx": 3e-2}, 1e-2) == ["dx is off by 0.03 (allowed 0.01)"]
+    errors = {"y": 1e-3, "dx": 3e-2}
+    assert beyond_tolerance(errors, 1e-2, {}) == ["dx is off by 0.03 (allowed 0.01)"]
+
+
+@pytest.mark.parametrize(
+    ("torchs", "fault"),
+    [
+        (0.025, []),
+        (0.015, ["dx is off by 0.03 (allowed 0.022)"]),
+        (math.nan, ["dx is off by 0.03 (allowed 0.01)"]),
+    ],
+    ids=["as good", "worse", "no number"],
+)
+def test_what_is_about_as_accurate_as_torch_is_not_wrong(torchs: float, fault: list[str]) -> None:
+    assert beyond_tolerance({"dx": 0.03}, 0.01, {"dx": torchs}) == fault
+
+
+def test_nothing_excuses_an_output_that_is_no_better_than_zeros() -> None:
+    assert beyond_tolerance({"dx": 0.9}, 0.01, {"dx": 0.9}) == ["dx is off by 0.9 (allowed 0.5)"]
 
 
 def test_ours_is_flagged_beyond_one_and_a_half_times_torchs_error() -> None:
@@ -88,7 +106,7 @@ def test_the_reference_catches_a_fault_in_any_output(name: str) -> None:
     for output in right:
         spoilt = {**right, output: right[output] * 1.01}
         errors = relative_errors(spoilt, operator.reference(case, inputs, sample=False))
-        wrong = beyond_tolerance(errors, operator.tolerance(case))
+        wrong = beyond_tolerance(errors, operator.tolerance(case), {})
         assert [words.split()[0] for words in wrong] == [output]
 
 
