@@ -176,6 +176,16 @@ def test_rms_norm_without_eps_takes_that_of_float32(rms_norm: Build, device: tor
     _check(module, (torch.randn(5, 24, device=device) * 1e-4).requires_grad_())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rms_norm_without_eps_takes_the_one_that_torch_takes(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    # Small enough for eps to matter, so that another one would be seen.
+    x = (torch.randn(5, 24, device=device) * 1e-3).to(dtype)
+    ours, torchs = (cls(24, device=device, dtype=dtype)(x) for cls in (hfai.nn.RMSNorm, nn.RMSNorm))
+    torch.testing.assert_close(ours, torchs)
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_constant_row_gives_the_bias(layer_norm: Build, device: torch.device, rows: int) -> None:
     module = _random(layer_norm(1000, device=device))
