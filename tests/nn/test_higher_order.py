@@ -21,6 +21,12 @@ from tests.nn.operator_cases import (
 )
 
 
+pytestmark = pytest.mark.filterwarnings(
+    # torch scripts its own decompositions for forward mode.
+    "ignore:`torch.jit.*` is deprecated:DeprecationWarning"
+)
+
+
 def _both(
     operator: Operator, device: torch.device
 ) -> Iterator[tuple[nn.Module, Callable[..., Any], torch.device, torch.dtype]]:
