@@ -86,8 +86,7 @@ def compare(
     Returns:
         The comparison, or None where a stop was requested before the first pair was done.
     """
-    step_seconds = max(_warm_up(trainer, name, batches) for name in SWITCH)
-    steps = max(1, round(seconds / (2 * PAIRS) / step_seconds))
+    steps = steps_per_block(seconds, max(_warm_up(trainer, name, batches) for name in SWITCH))
     result = Comparison(steps, Side(), Side())
     sides = {"torch": result.torch, "hfai": result.hfai}
     tokens = steps * trainer.settings.tokens_per_step
@@ -107,6 +106,11 @@ def compare(
         switch(trainer.model)
         sides[name].loss = trainer.evaluate(held_out)
     return result
+
+
+def steps_per_block(seconds: float, step_seconds: float) -> int:
+    """Share `seconds` out evenly among all blocks, in whole steps and at least one."""
+    return max(1, round(seconds / (2 * PAIRS) / step_seconds))
 
 
 def _warm_up(trainer: Trainer, name: str, batches: Sequence[Batch]) -> float:

@@ -71,9 +71,8 @@ class RunState:
             if damaged is not None:
                 raise ValueError(f"the checksum of {damaged} does not match")
             content = torch.load(path, map_location="cpu", weights_only=True)
-            if content["format"] != FORMAT:
-                raise ValueError(f"its format is {content['format']!r} instead of {FORMAT!r}")
-            del content["format"]
+            if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+                raise ValueError(f"it is no file of the format {FORMAT!r}")
             settings = Settings(**content.pop("settings"))
             return cls(settings=settings, **content)
         except FileNotFoundError:
