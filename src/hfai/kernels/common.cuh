@@ -161,6 +161,20 @@ __device__ __forceinline__ void store_once(T* target, const float (&value)[LENGT
   }
 }
 
+// value * weight + bias, rounded as one fused operation where there are both.
+template <bool HAS_WEIGHT, bool HAS_BIAS, class V>
+__device__ __forceinline__ float scale_and_shift(float value, const V& weight, const V& bias,
+                                                 int e) {
+  if constexpr (HAS_WEIGHT && HAS_BIAS)
+    return __fmaf_rn(value, weight[e], bias[e]);
+  else if constexpr (HAS_WEIGHT)
+    return __fmul_rn(value, weight[e]);
+  else if constexpr (HAS_BIAS)
+    return __fadd_rn(value, bias[e]);
+  else
+    return value;
+}
+
 // Global to shared memory without passing through registers (sm_80 and later).
 template <int BYTES>
 __device__ __forceinline__ void copy_async(void* shared_target, const void* source) {
@@ -214,6 +228,20 @@ __device__ __forceinline__ void write_vector(char* base, int vector, const V& va
 // A barrier among `threads` threads of a block; `id` tells groups apart (0 is __syncthreads' own).
 __device__ __forceinline__ void barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A kernel launched with `overlap` may start before the one in front of it has ended: as soon as all
+// that one's blocks have called `let_next_kernel_start`. It waits for its end, and for all it wrote,
+// in `wait_for_previous_kernel`. The cost of a launch is so hidden behind the kernel in front.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ u32 cluster_rank() {

@@ -33,9 +33,7 @@ def why_watched() -> str | None:
         return "a TorchFunctionMode is active"
     if forward_ad._current_level >= 0:
         return "forward-mode automatic differentiation is active"
-    if _get_tracing_state() is not None:
-        return "torch.jit.trace is recording"
-    return None
+    return None if _get_tracing_state() is None else "torch.jit.trace is recording"
 
 
 def why_not_plain(tensor: Tensor) -> str | None:

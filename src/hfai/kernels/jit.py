@@ -145,9 +145,26 @@ class Kernel:
 
 
 def load(
-    text: str, name: str, device: int, *, block: int, shared_bytes: int = 0, cluster: int = 1
+    text: str,
+    name: str,
+    device: int,
+    *,
+    block: int,
+    shared_bytes: int = 0,
+    cluster: int = 1,
+    overlap: bool = False,
 ) -> Kernel:
     """Compile if need be, load onto `device` (an index) and fix the launch shape of one kernel.
+
+    Args:
+        text: the program.
+        name: of the kernel in it.
+        device: index of the device.
+        block: threads in a block.
+        shared_bytes: dynamic shared memory of a block.
+        cluster: blocks in a cluster.
+        overlap: let the kernel start before the one in front of it in the stream has ended, on
+            devices that can (`wait_for_previous_kernel` in common.cuh).
 
     Raises:
         RuntimeError: the driver refuses the binary or the shared memory asked for.
@@ -176,7 +193,10 @@ def load(
         error, function = driver.cuKernelGetFunction(kernel.handle)  # launches faster than CUkernel
         if error:
             raise RuntimeError(f"{name} could not be loaded onto device {device}: {error}")
-    launch = functools.partial(_launch(), int(function), device, block, shared_bytes, cluster)
+    overlap = overlap and device_limits(device).max_cluster > 1  # both came with Hopper
+    launch = functools.partial(
+        _launch(), int(function), device, block, shared_bytes, cluster, overlap
+    )
     return Kernel(launch, cluster, resident, kernel)
 
 
@@ -210,6 +230,7 @@ def _launch_through_bindings(
     block: int,
     shared_bytes: int,
     cluster: int,
+    overlap: bool,
     grid: int,
     stream: int,
     *arguments: int | float,
@@ -223,12 +244,22 @@ def _launch_through_bindings(
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
     config.sharedMemBytes, config.hStream = shared_bytes, stream
+    attributes = []
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x = cluster
         attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(attribute)
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
     types = tuple(ctypes.c_float if isinstance(a, float) else ctypes.c_uint64 for a in arguments)
     (error,) = driver.cuLaunchKernelEx(config, driver.CUfunction(handle), (arguments, types), 0)
     if error:

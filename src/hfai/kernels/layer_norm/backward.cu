@@ -11,6 +11,9 @@
 // sums. Rows ahead are copied into shared memory asynchronously, STAGES deep; each thread copies
 // just what it will read itself, so the copies need no barrier.
 //
+// Products and sums are fused by hand and not as the compiler sees fit: it sees fit differently in
+// different variants, and the bits of dx must not depend on the variant.
+//
 // plan.py sets: ROW_LENGTH VECTOR LANES THREADS CLUSTER ROWS STAGES ALIGNED CENTERED
 //               HAS_WEIGHT NEED_DX NEED_DWEIGHT NEED_DBIAS  X Y W (types of x and dx, dy, weight)
 // STAGES = 0 loads straight into registers: for what cp.async cannot copy (odd rows of 2-byte types,
@@ -49,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ __align__(16) char ring[];
   __shared__ typename Sum::Shared shared;
   Sum sum(&shared);
+  let_next_kernel_start();
   const int lane = threadIdx.x % LANES;
   const int slot = threadIdx.x / LANES;
   const int first_vector = (CLUSTER > 1 ? cluster_rank() * LANES : 0) + lane;
@@ -172,13 +176,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (HAS_WEIGHT && NEED_DX) w = weight_vector(k);
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) {
-          const float xhat = (xs[e] - row_mean[r]) * row_rstd[r];
+          const float xhat = __fmul_rn(xs[e] - row_mean[r], row_rstd[r]);
           const float gradient = ys[e];
-          if constexpr (NEED_DWEIGHT) dweight[k * VECTOR + e] += gradient * xhat;
+          float& dweight_sum = dweight[k * VECTOR + e];
+          if constexpr (NEED_DWEIGHT) dweight_sum = __fmaf_rn(gradient, xhat, dweight_sum);
           if constexpr (NEED_DBIAS) dbias[k * VECTOR + e] += gradient;
           if constexpr (NEED_DX) {
-            const float g = HAS_WEIGHT ? gradient * w[e] : gradient;
-            sums[r] += g * xhat;
+            const float g = HAS_WEIGHT ? __fmul_rn(gradient, w[e]) : gradient;
+            sums[r] = __fmaf_rn(g, xhat, sums[r]);
             if constexpr (CENTERED) sums[ROWS + r] += g;
             if constexpr (KEEP) kept_xhat[r][k * VECTOR + e] = xhat, kept_g[r][k * VECTOR + e] = g;
           }
@@ -195,6 +200,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (row >= rows) continue;
         const float along_xhat = sums[r] * (1.0f / ROW_LENGTH);
         const float along_one = CENTERED ? sums[SUMS - ROWS + r] * (1.0f / ROW_LENGTH) : 0.0f;
+        auto dx_element = [&](float xhat, float g) {
+          return __fmul_rn(row_rstd[r], __fmaf_rn(-xhat, along_xhat, g - along_one));
+        };
 #pragma unroll
         for (int k = 0; k < PER_LANE; ++k) {
           if (!holds(k)) continue;
@@ -202,8 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           if constexpr (KEEP) {
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e)
-              out[e] = row_rstd[r] * (kept_g[r][k * VECTOR + e] - along_one -
-                                      kept_xhat[r][k * VECTOR + e] * along_xhat);
+              out[e] = dx_element(kept_xhat[r][k * VECTOR + e], kept_g[r][k * VECTOR + e]);
           } else {
             const XVector xs = x_vector(r, k);
             const YVector ys = y_vector(r, k);
@@ -211,9 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (HAS_WEIGHT) w = weight_vector(k);
 #pragma unroll
             for (int e = 0; e < VECTOR; ++e) {
-              const float xhat = (xs[e] - row_mean[r]) * row_rstd[r];
-              const float g = HAS_WEIGHT ? ys[e] * w[e] : ys[e];
-              out[e] = row_rstd[r] * (g - along_one - xhat * along_xhat);
+              const float xhat = __fmul_rn(xs[e] - row_mean[r], row_rstd[r]);
+              out[e] = dx_element(xhat, HAS_WEIGHT ? __fmul_rn(ys[e], w[e]) : ys[e]);
             }
           }
           store_once<ALIGNED, X, VECTOR>(dx + row * ROW_LENGTH + column(k), out);
@@ -227,36 +233,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if constexpr (CLUSTER > 1) cluster_barrier();  // no block ends while another may write to it
 
-  // The group's sums, over its slots in a fixed order.
-  auto write_partial = [&](const float(&value)[COLUMNS], float* __restrict__ partial) {
-    float* __restrict__ target = partial + static_cast<i64>(group) * ROW_LENGTH;
-    if constexpr (SLOTS == 1) {
+  // The group's sums over its slots, in pairs: fewer roundings in a row than one slot after the
+  // other, and fewer steps.
+  float* merge = reinterpret_cast<float*>(ring);
+  if constexpr (SLOTS > 1) {
+    if constexpr (ASYNC) copy_async_wait<0>();
+    __syncthreads();
+  }
+  auto write_sums = [&](const float(&value)[COLUMNS], float* __restrict__ target, int stride) {
+    typedef Vector<float, VECTOR> Sums;
+    typedef typename PieceType<Sums::PIECE>::type Piece;
 #pragma unroll
-      for (int k = 0; k < PER_LANE; ++k)
-        if (holds(k))
+    for (int k = 0; k < PER_LANE; ++k) {
+      if (!holds(k)) continue;
+      Sums sums;
 #pragma unroll
-          for (int e = 0; e < VECTOR; ++e) target[column(k) + e] = value[k * VECTOR + e];
-    } else {
-      float* merge = reinterpret_cast<float*>(ring);
-      if constexpr (ASYNC) copy_async_wait<0>();
-      __syncthreads();
+      for (int e = 0; e < VECTOR; ++e) sums.element[e] = value[k * VECTOR + e];
 #pragma unroll
-      for (int k = 0; k < PER_LANE; ++k)
-        if (holds(k))
-#pragma unroll
-          for (int e = 0; e < VECTOR; ++e)
-            merge[slot * ROW_LENGTH + column(k) + e] = value[k * VECTOR + e];
-      __syncthreads();
-      // In pairs: fewer roundings in a row than one slot after the other, and fewer steps.
-      for (int slots = SLOTS; slots > 1; slots = (slots + 1) / 2) {
-        const int kept = (slots + 1) / 2 * ROW_LENGTH;
-        for (int i = threadIdx.x; i < slots * ROW_LENGTH - kept; i += THREADS)
-          merge[i] += merge[kept + i];
-        __syncthreads();
-      }
-      for (int c = threadIdx.x; c < ROW_LENGTH; c += THREADS) target[c] = merge[c];
+      for (int p = 0; p < Sums::PIECES; ++p)
+        reinterpret_cast<Piece*>(target + stride * slot + column(k))[p] =
+            reinterpret_cast<const Piece*>(&sums)[p];
     }
   };
-  if constexpr (NEED_DWEIGHT) write_partial(dweight, dweight_partial);
-  if constexpr (NEED_DBIAS) write_partial(dbias, dbias_partial);
+  float* __restrict__ partials[2] = {dweight_partial + static_cast<i64>(group) * ROW_LENGTH,
+                                     dbias_partial + static_cast<i64>(group) * ROW_LENGTH};
+  if constexpr (SLOTS == 1) {
+    if constexpr (NEED_DWEIGHT) write_sums(dweight, partials[0], 0);
+    if constexpr (NEED_DBIAS) write_sums(dbias, partials[1], 0);
+  } else if constexpr (NEED_DWEIGHT || NEED_DBIAS) {
+    constexpr int WIDTH = 2 * ROW_LENGTH;  // dweight beside dbias
+    if constexpr (NEED_DWEIGHT) write_sums(dweight, merge, WIDTH);
+    if constexpr (NEED_DBIAS) write_sums(dbias, merge + ROW_LENGTH, WIDTH);
+    __syncthreads();
+    for (int slots = SLOTS; slots > 1; slots = (slots + 1) / 2) {
+      const int kept = (slots + 1) / 2 * WIDTH;
+      for (int i = threadIdx.x; i < slots * WIDTH - kept; i += THREADS) merge[i] += merge[kept + i];
+      __syncthreads();
+    }
+    for (int c = threadIdx.x; c < ROW_LENGTH; c += THREADS) {
+      if constexpr (NEED_DWEIGHT) partials[0][c] = merge[c];
+      if constexpr (NEED_DBIAS) partials[1][c] = merge[ROW_LENGTH + c];
+    }
+  }
 }

@@ -25,6 +25,7 @@ DTYPES = (torch.float32, *HALF_DTYPES)
 # Column indices are 32-bit in the kernels; rows and elements are counted in 64 bits.
 MOST_COLUMNS = 2**31 - 2**20
 
+# None: calls like this are torch's.
 _configurations: dict[tuple[object, ...], Configuration | None] = {}
 
 

@@ -10,6 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     hfai_layer_norm_add_partials(const float* __restrict__ first, const float* __restrict__ second,
                                  W* __restrict__ first_sum, W* __restrict__ second_sum,
                                  i64 row_length, i64 groups) {
+  wait_for_previous_kernel();
   __shared__ float partial[ROW_LANES][33];
   const int lane = threadIdx.x % 32;
   const int row_lane = threadIdx.x / 32;

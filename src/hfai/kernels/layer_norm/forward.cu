@@ -5,6 +5,9 @@
 // vectors of it each. Which thread holds which element, and so the order of every sum, depends on
 // ROW_LENGTH and the types alone: a row's result has the same bits whatever lies around it.
 //
+// Products and sums are fused by hand, where it matters, and not as the compiler sees fit: it sees
+// fit differently in different variants.
+//
 // plan.py sets: ROW_LENGTH VECTOR LANES THREADS CLUSTER ALIGNED CENTERED HAS_WEIGHT HAS_BIAS
 //               X Y W (types of input, output, weight and bias)
 
@@ -12,6 +15,11 @@ constexpr int VECTORS = ROW_LENGTH / VECTOR;
 constexpr int STRIDE = LANES * CLUSTER;
 constexpr int PER_LANE = ceil_div(VECTORS, STRIDE);
 constexpr int SLOTS = THREADS / LANES;  // rows that a block takes
+
+typedef Vector<W, VECTOR> WVector;
+// Where registers allow, weight and bias are asked for together with x: a call on a small tensor then
+// waits for memory once and not twice.
+constexpr bool EARLY = PER_LANE * WVector::BYTES <= 16;
 
 typedef RowSum<1, LANES, THREADS, CLUSTER> Sum;
 
@@ -39,6 +47,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     else
       data[k] = Vector<X, VECTOR>{};  // zero: adds nothing to the sum
 
+  WVector early_weight[EARLY ? PER_LANE : 1], early_bias[EARLY ? PER_LANE : 1];
+  if constexpr (EARLY)
+#pragma unroll
+    for (int k = 0; k < PER_LANE; ++k)
+      if (holds(k)) {
+        if constexpr (HAS_WEIGHT)
+          early_weight[k] = load_kept<ALIGNED, W, VECTOR>(weight + column(k));
+        if constexpr (HAS_BIAS) early_bias[k] = load_kept<ALIGNED, W, VECTOR>(bias + column(k));
+      }
+
   float mean[1] = {0.0f};
   if constexpr (CENTERED) {
 #pragma unroll
@@ -57,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int e = 0; e < VECTOR; ++e) {
         const float centered = data[k][e] - mean[0];
-        squares[0] += centered * centered;
+        squares[0] = __fmaf_rn(centered, centered, squares[0]);
       }
   sum(squares);
   const float rstd = __frsqrt_rn(__fdiv_rn(squares[0], static_cast<float>(ROW_LENGTH)) + eps);
@@ -70,15 +88,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int k = 0; k < PER_LANE; ++k) {
     if (!is_row || !holds(k)) continue;
-    Vector<W, VECTOR> w, b;
-    if constexpr (HAS_WEIGHT) w = load_kept<ALIGNED, W, VECTOR>(weight + column(k));
-    if constexpr (HAS_BIAS) b = load_kept<ALIGNED, W, VECTOR>(bias + column(k));
+    WVector w, b;
+    if constexpr (EARLY) {
+      w = early_weight[k];
+      b = early_bias[k];
+    } else {
+      if constexpr (HAS_WEIGHT) w = load_kept<ALIGNED, W, VECTOR>(weight + column(k));
+      if constexpr (HAS_BIAS) b = load_kept<ALIGNED, W, VECTOR>(bias + column(k));
+    }
     float out[VECTOR];
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
-      out[e] = (data[k][e] - mean[0]) * rstd;
-      if constexpr (HAS_WEIGHT) out[e] *= w[e];
-      if constexpr (HAS_BIAS) out[e] += b[e];
+      const float normalised = __fmul_rn(data[k][e] - mean[0], rstd);
+      out[e] = scale_and_shift<HAS_WEIGHT, HAS_BIAS>(normalised, w, b, e);
     }
     store_once<ALIGNED, Y, VECTOR>(y + row * ROW_LENGTH + column(k), out);
   }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, empty_like
 
-from hfai.kernels.layer_norm.programs import Configuration
+from hfai.kernels.layer_norm.programs import FEW_ROWS, Configuration
 
 
 def forward(
@@ -98,15 +98,15 @@ def backward(
     mean_pointer = statistics.data_ptr()
     rstd_pointer = mean_pointer + 4 * rows * configuration.centered
     aligned = (x_pointer | dy_pointer | dx_pointer | weight_pointer) & 15 == 0
-    program = configuration.backward(aligned, need_dx, need_dweight, need_dbias)
-    stream = torch._C._cuda_getCurrentRawStream(configuration.device)
+    program = configuration.backward(aligned, rows <= FEW_ROWS, need_dx, need_dweight, need_dbias)
     groups = program.groups(rows)
-    totals = [total.data_ptr() for total in (dweight, dbias) if total is not None]
-    partials = [0]
-    if totals:
-        scratch = _scratch(x, (len(totals), groups, row_length))
+    stream = torch._C._cuda_getCurrentRawStream(configuration.device)
+    sums = need_dweight + need_dbias
+    first = second = 0  # the groups' sums for dweight, if needed, and for dbias
+    if sums:
+        scratch = _scratch(x, (sums, groups, row_length))
         first = scratch.data_ptr()
-        partials = [first, first + 4 * groups * row_length][: len(totals)]
+        second = first + 4 * groups * row_length * (sums - 1)
     program.enqueue(
         stream,
         rows,
@@ -117,17 +117,19 @@ def backward(
         mean_pointer,
         rstd_pointer,
         dx_pointer,
-        partials[0] if need_dweight else 0,
-        partials[-1] if need_dbias else 0,
+        first,
+        second,
     )
-    if totals:
+    if sums:
+        dweight_pointer = 0 if dweight is None else dweight.data_ptr()
+        dbias_pointer = dweight_pointer if dbias is None else dbias.data_ptr()
         program.add_partials.launch(
-            -(-row_length // 32) * len(totals),
+            -(-row_length // 32) * sums,
             stream,
-            partials[0],
-            partials[-1],
-            totals[0],
-            totals[-1],
+            first,
+            second,
+            dweight_pointer or dbias_pointer,
+            dbias_pointer,
             row_length,
             groups,
         )

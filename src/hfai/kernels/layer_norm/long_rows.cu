@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e) {
           const float centered = data[u][e] - chunk.mean;
-          chunk.squares += centered * centered;
+          chunk.squares = __fmaf_rn(centered, centered, chunk.squares);
         }
     moments.merge(chunk);
   }
@@ -102,9 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float out[VECTOR];
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
-      out[e] = (data[e] - mean) * rstd;
-      if constexpr (HAS_WEIGHT) out[e] *= w[e];
-      if constexpr (HAS_BIAS) out[e] += b[e];
+      const float normalised = __fmul_rn(data[e] - mean, rstd);
+      out[e] = scale_and_shift<HAS_WEIGHT, HAS_BIAS>(normalised, w, b, e);
     }
     store_once<ALIGNED, Y, VECTOR>(y + row * ROW_LENGTH + v * VECTOR, out);
   }
@@ -128,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (HAS_WEIGHT) w = load_kept<ALIGNED, W, VECTOR>(weight + v * VECTOR);
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
-      xhat[e] = (xs[e] - mean) * rstd;
-      g[e] = HAS_WEIGHT ? ys[e] * w[e] : ys[e];
+      xhat[e] = __fmul_rn(xs[e] - mean, rstd);
+      g[e] = HAS_WEIGHT ? __fmul_rn(ys[e], w[e]) : ys[e];
     }
   };
 
@@ -140,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     xhat_and_g(v, xhat, g);
 #pragma unroll
     for (int e = 0; e < VECTOR; ++e) {
-      sums[0] += g[e] * xhat[e];
+      sums[0] = __fmaf_rn(g[e], xhat[e], sums[0]);
       if constexpr (CENTERED) sums[1] += g[e];
     }
   }
@@ -152,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float xhat[VECTOR], g[VECTOR], out[VECTOR];
     xhat_and_g(v, xhat, g);
 #pragma unroll
-    for (int e = 0; e < VECTOR; ++e) out[e] = rstd * (g[e] - along_one - xhat[e] * along_xhat);
+    for (int e = 0; e < VECTOR; ++e)
+      out[e] = __fmul_rn(rstd, __fmaf_rn(-xhat[e], along_xhat, g[e] - along_one));
     store_once<ALIGNED, X, VECTOR>(dx + row * ROW_LENGTH + v * VECTOR, out);
   }
 }
@@ -168,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                             float* __restrict__ dweight_partial, float* __restrict__ dbias_partial,
                             i64 rows, i64 groups) {
   __shared__ float merge[ROW_LANES][TILE];
+  let_next_kernel_start();
   const int lane = threadIdx.x % 32;
   const int row_lane = threadIdx.x / 32;
   const i64 group = blockIdx.x / TILES;
@@ -189,7 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
 #pragma unroll
       for (int e = 0; e < VECTOR; ++e) {
-        if constexpr (NEED_DWEIGHT) dweight[e] += ys[e] * ((xs[e] - row_mean) * row_rstd);
+        if constexpr (NEED_DWEIGHT)
+          dweight[e] = __fmaf_rn(ys[e], __fmul_rn(xs[e] - row_mean, row_rstd), dweight[e]);
         if constexpr (NEED_DBIAS) dbias[e] += ys[e];
       }
     }

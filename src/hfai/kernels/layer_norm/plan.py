@@ -62,7 +62,7 @@ class BackwardPlan:
         ring = self.stages * self.rows * held * (x_bytes + y_bytes)
         weights = held * weight_bytes if self.columns(row_length) * weight_bytes > 64 else 0
         slots = self.threads // self.lanes
-        merge = 4 * slots * row_length if slots > 1 else 0
+        merge = 4 * slots * 2 * row_length if slots > 1 else 0  # dweight and dbias of each slot
         return max(ring + weights, merge)
 
     def constants(self) -> dict[str, int | bool]:
@@ -94,10 +94,11 @@ def forward_plan(
     if vectors <= 64:
         lanes = max(1, min(32, _power_of_two_from(vectors) // 2))
         return ForwardPlan(vector, lanes, 64, 1)
-    if row_bytes < 4096:
+    if row_bytes < 3072:
         return ForwardPlan(vector, 32, 128, 1)
     if row_bytes <= 2**14:
-        return ForwardPlan(vector, 128, 128, 1)
+        lanes = min(256, 32 * -(-vectors // 64))
+        return ForwardPlan(vector, lanes, lanes, 1)
     if row_bytes <= 2**15:
         return ForwardPlan(vector, 512, 512, 1)
     if row_length <= 32768:
@@ -115,6 +116,7 @@ def backward_plan(
     weight_bytes: int,
     limits: DeviceLimits,
     asynchronous: bool = True,
+    few_rows: bool = False,
 ) -> BackwardPlan | None:
     """Lay out the backward pass; None where `long_rows.cu` takes it.
 
@@ -129,6 +131,8 @@ def backward_plan(
         weight_bytes: size of an element of the weight, 0 where there is none.
         limits: the device's.
         asynchronous: whether all tensors are aligned, so that `cp.async` may copy them.
+        few_rows: whether there is no more than a row or two for a multiprocessor: then a block
+            takes one. Which thread holds what of a row stays the same, and so do the bits of dx.
     """
     vector = vector_length(row_length, x_bytes, y_bytes)
     half = x_bytes + y_bytes <= 4
@@ -145,6 +149,8 @@ def backward_plan(
         lanes = 32 * -(-columns // (32 * most))
         rows = 2 if half or (columns > 4096 and cluster == 1) else 1
     slots = max(1, 256 // lanes)
+    if few_rows:
+        slots = rows = 1
 
     def fits(plan: BackwardPlan) -> bool:
         room = limits.shared_bytes_per_block - SHARED_BYTES_RESERVED

@@ -11,6 +11,8 @@ from hfai.kernels import jit
 from hfai.kernels.layer_norm import plan
 
 ADD_PARTIALS_THREADS = 1024
+# Up to here a block takes a single row in the backward pass.
+FEW_ROWS = 256
 # Partial sums of dweight and dbias that the blocks for long rows leave behind.
 LONG_ROW_GROUPS_PER_MULTIPROCESSOR = 4
 
@@ -108,10 +110,18 @@ class Configuration:
         return program
 
     def backward(
-        self, aligned: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
+        self, aligned: bool, few_rows: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
     ) -> ResidentBackward | LongBackward:
-        """Return the backward program that makes the gradients that are needed."""
-        key = (aligned, need_dx, need_dweight, need_dbias)
+        """Return the backward program that makes the gradients that are needed.
+
+        Args:
+            aligned: all addresses are multiples of 16 bytes.
+            few_rows: at most `FEW_ROWS`.
+            need_dx: whether x needs a gradient.
+            need_dweight: whether weight needs one.
+            need_dbias: whether bias needs one.
+        """
+        key = (aligned, few_rows, need_dx, need_dweight, need_dbias)
         program = self._backward.get(key)
         if program is None:
             program = self._backward[key] = self._make_backward(*key)
@@ -150,7 +160,7 @@ class Configuration:
         return ForwardProgram(kernel, layout.rows_per_cluster)
 
     def _make_backward(
-        self, aligned: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
+        self, aligned: bool, few_rows: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
     ) -> ResidentBackward | LongBackward:
         types = self._types()
         limits = jit.device_limits(self.device)
@@ -160,7 +170,7 @@ class Configuration:
             self.y_dtype.itemsize,
             types["W"].itemsize if self.has_weight else 0,
         )
-        layout = plan.backward_plan(*sizes, limits, aligned)
+        layout = plan.backward_plan(*sizes, limits, aligned, few_rows)
         constants = self._constants(aligned) | {
             "NEED_DWEIGHT": need_dweight,
             "NEED_DBIAS": need_dbias,
@@ -202,4 +212,6 @@ class Configuration:
 def _add_partials(device: int, dtype: torch.dtype) -> jit.Kernel:
     constants: dict[str, int | bool] = {"THREADS": ADD_PARTIALS_THREADS}
     text = jit.program_text("layer_norm/column_sums.cu", constants, {"W": dtype})
-    return jit.load(text, "hfai_layer_norm_add_partials", device, block=ADD_PARTIALS_THREADS)
+    return jit.load(
+        text, "hfai_layer_norm_add_partials", device, block=ADD_PARTIALS_THREADS, overlap=True
+    )

@@ -21,6 +21,7 @@ namespace {
 using CUresult = int;
 constexpr CUresult kSuccess = 0;
 constexpr int kAttributeClusterDimension = 4;
+constexpr int kAttributeProgrammaticStreamSerialization = 6;
 struct LaunchAttribute {
   int id;
   char padding[4];
@@ -29,6 +30,7 @@ struct LaunchAttribute {
     struct {
       unsigned x, y, z;
     } cluster;
+    int overlap;
   } value;
 };
 struct LaunchConfig {
@@ -39,6 +41,8 @@ struct LaunchConfig {
 };
 
 struct Driver {
+  CUresult (*launch_plain)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                           unsigned, void *, void **, void **);
   CUresult (*launch)(const LaunchConfig *, void *, void **, void **);
   CUresult (*error_string)(CUresult, const char **);
   CUresult (*context_get)(void **);
@@ -48,6 +52,7 @@ struct Driver {
   Driver() {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error("libcuda.so.1 not found: is NVIDIA's driver installed?");
+    find(library, "cuLaunchKernel", launch_plain);
     find(library, "cuLaunchKernelEx", launch);
     find(library, "cuGetErrorString", error_string);
     find(library, "cuCtxGetCurrent", context_get);
@@ -82,7 +87,7 @@ struct Driver {
 constexpr size_t kMaxArguments = 24;
 
 void launch(uintptr_t kernel, int device, unsigned block, unsigned shared_bytes, unsigned cluster,
-            unsigned grid, uintptr_t stream, nb::args arguments) {
+            bool overlap, unsigned grid, uintptr_t stream, nb::args arguments) {
   static const Driver driver;
   const size_t count = arguments.size();
   if (count > kMaxArguments) throw std::invalid_argument("too many kernel arguments");
@@ -99,16 +104,27 @@ void launch(uintptr_t kernel, int device, unsigned block, unsigned shared_bytes,
       if (PyErr_Occurred()) throw nb::python_error();
     }
   }
-  LaunchAttribute attribute{};
+  driver.ensure_context(device);
+  if (cluster <= 1 && !overlap) {
+    driver.check(driver.launch_plain(reinterpret_cast<void *>(kernel), grid, 1, 1, block, 1, 1,
+                                     shared_bytes, reinterpret_cast<void *>(stream), parameters,
+                                     nullptr),
+                 "kernel launch failed");
+    return;
+  }
+  LaunchAttribute attributes[2]{};
   LaunchConfig config{grid, 1, 1, block, 1, 1, shared_bytes, reinterpret_cast<void *>(stream),
-                      nullptr, 0};
+                      attributes, 0};
   if (cluster > 1) {
+    LaunchAttribute &attribute = attributes[config.attribute_count++];
     attribute.id = kAttributeClusterDimension;
     attribute.value.cluster = {cluster, 1, 1};
-    config.attributes = &attribute;
-    config.attribute_count = 1;
   }
-  driver.ensure_context(device);
+  if (overlap) {
+    LaunchAttribute &attribute = attributes[config.attribute_count++];
+    attribute.id = kAttributeProgrammaticStreamSerialization;
+    attribute.value.overlap = 1;
+  }
   driver.check(driver.launch(&config, reinterpret_cast<void *>(kernel), parameters, nullptr),
                "kernel launch failed");
 }
@@ -118,8 +134,8 @@ void launch(uintptr_t kernel, int device, unsigned block, unsigned shared_bytes,
 NB_MODULE(_launch, module) {
   module.doc() = "Kernel launches at the driver's own cost.";
   module.def("launch", &launch, nb::arg("kernel"), nb::arg("device"), nb::arg("block"),
-             nb::arg("shared_bytes"), nb::arg("cluster"), nb::arg("grid"), nb::arg("stream"),
-             nb::arg("arguments"),
+             nb::arg("shared_bytes"), nb::arg("cluster"), nb::arg("overlap"), nb::arg("grid"),
+             nb::arg("stream"), nb::arg("arguments"),
              "Launch a CUfunction or CUkernel handle on a stream of `device`'s primary context.\n\n"
              "Each Python int becomes an 8-byte kernel parameter (a pointer or a long long), each "
              "float a 4-byte one. Raises RuntimeError with the driver's words.");
