@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,12 +69,12 @@ def cache_directory() -> Path:
 
 
 def program_text(
-    source: str, constants: Mapping[str, int | bool], types: Mapping[str, torch.dtype]
+    sources: Sequence[str], constants: Mapping[str, int | bool], types: Mapping[str, torch.dtype]
 ) -> str:
-    """Put `common.cuh`, the constants and the number types in front of an operator's source.
+    """Put `common.cuh`, the constants and the number types in front of an operator's sources.
 
     Args:
-        source: path of a `.cu` file, relative to this package's directory.
+        sources: paths of `.cuh` and `.cu` files, relative to this package's directory, in order.
         constants: compile-time integers and booleans by name.
         types: element types by name; each is one of `CUDA_TYPES`.
     """
@@ -83,8 +83,10 @@ def program_text(
         for name, value in constants.items()
     ]
     lines += [f"typedef {CUDA_TYPES[dtype]} {name};" for name, dtype in types.items()]
-    common = (KERNELS / "common.cuh").read_text()
-    return "\n".join([common, *lines, f'#line 1 "{source}"', (KERNELS / source).read_text()])
+    parts = [(KERNELS / "common.cuh").read_text(), *lines]
+    for source in sources:
+        parts += [f'#line 1 "{source}"', (KERNELS / source).read_text()]
+    return "\n".join(parts)
 
 
 def compile_to_cubin(

@@ -8,14 +8,17 @@
 // The grid is persistent: each group of THREADS (times CLUSTER) threads walks over many rows and a
 // thread keeps the dweight and dbias of its own columns in registers, so that no atomics are needed
 // and the order of the sums is fixed by the grid. A second small kernel adds the groups' partial
-// sums. Rows ahead are copied into shared memory asynchronously, STAGES deep; each thread copies
+// sums (column_sums.cu). Rows ahead are copied into shared memory asynchronously, STAGES deep; each thread copies
 // just what it will read itself, so the copies need no barrier.
+//
+// FEW_ROWS: dweight_out and dbias_out are the gradients themselves. A block takes its rows for dx
+// alone, and blocks beyond those sum tiles of columns, so that a small call is one launch.
 //
 // Products and sums are fused by hand and not as the compiler sees fit: it sees fit differently in
 // different variants, and the bits of dx must not depend on the variant.
 //
 // plan.py sets: ROW_LENGTH VECTOR LANES THREADS CLUSTER ROWS STAGES ALIGNED CENTERED
-//               HAS_WEIGHT NEED_DX NEED_DWEIGHT NEED_DBIAS  X Y W (types of x and dx, dy, weight)
+//               HAS_WEIGHT NEED_DX NEED_DWEIGHT NEED_DBIAS FEW_ROWS  X Y W (types of x and dx, dy, weight)
 // STAGES = 0 loads straight into registers: for what cp.async cannot copy (odd rows of 2-byte types,
 // misaligned tensors).
 
@@ -25,6 +28,8 @@ constexpr int PER_LANE = ceil_div(VECTORS, STRIDE);
 constexpr int SLOTS = THREADS / LANES;
 constexpr int COLUMNS = PER_LANE * VECTOR;  // of one thread
 constexpr bool ASYNC = STAGES > 0;
+constexpr bool SUM_DWEIGHT = NEED_DWEIGHT && !FEW_ROWS;
+constexpr bool SUM_DBIAS = NEED_DBIAS && !FEW_ROWS;
 
 typedef Vector<X, VECTOR> XVector;
 typedef Vector<Y, VECTOR> YVector;
@@ -47,18 +52,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_layer_norm_backward(const Y* __restrict__ dy, const X* __restrict__ x,
                              const W* __restrict__ weight, const float* __restrict__ mean,
                              const float* __restrict__ rstd, X* __restrict__ dx,
-                             float* __restrict__ dweight_partial,
-                             float* __restrict__ dbias_partial, i64 rows) {
+                             void* __restrict__ dweight_out, void* __restrict__ dbias_out,
+                             i64 rows) {
   extern __shared__ __align__(16) char ring[];
   __shared__ typename Sum::Shared shared;
+  const int group = blockIdx.x / CLUSTER;
+  i64 groups = gridDim.x / CLUSTER;
+  if constexpr (FEW_ROWS) {
+    groups = (rows + SLOTS * ROWS - 1) / (SLOTS * ROWS);
+    if (group >= groups) {
+      const int tile = blockIdx.x - static_cast<int>(groups) * CLUSTER;
+      W* __restrict__ dweight = static_cast<W*>(dweight_out);
+      W* __restrict__ dbias = static_cast<W*>(dbias_out);
+      if (tile < TILES)
+        sum_columns(
+            tile, 0, rows, dy, x, mean, rstd,
+            [&](int column, float total) { dweight[column] = from_float<W>(total); },
+            [&](int column, float total) { dbias[column] = from_float<W>(total); });
+      return;
+    }
+  }
   Sum sum(&shared);
   let_next_kernel_start();
   const int lane = threadIdx.x % LANES;
   const int slot = threadIdx.x / LANES;
   const int first_vector = (CLUSTER > 1 ? cluster_rank() * LANES : 0) + lane;
-  const int group = blockIdx.x / CLUSTER;
-  const int groups = gridDim.x / CLUSTER;
-  const i64 step = static_cast<i64>(groups) * (SLOTS * ROWS);
+  const i64 step = groups * (SLOTS * ROWS);
 
   auto holds = [&](int k) {
     return (k + 1) * STRIDE <= VECTORS || first_vector + k * STRIDE < VECTORS;
@@ -179,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           const float xhat = __fmul_rn(xs[e] - row_mean[r], row_rstd[r]);
           const float gradient = ys[e];
           float& dweight_sum = dweight[k * VECTOR + e];
-          if constexpr (NEED_DWEIGHT) dweight_sum = __fmaf_rn(gradient, xhat, dweight_sum);
-          if constexpr (NEED_DBIAS) dbias[k * VECTOR + e] += gradient;
+          if constexpr (SUM_DWEIGHT) dweight_sum = __fmaf_rn(gradient, xhat, dweight_sum);
+          if constexpr (SUM_DBIAS) dbias[k * VECTOR + e] += gradient;
           if constexpr (NEED_DX) {
             const float g = HAS_WEIGHT ? __fmul_rn(gradient, w[e]) : gradient;
             sums[r] = __fmaf_rn(g, xhat, sums[r]);
@@ -255,15 +274,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             reinterpret_cast<const Piece*>(&sums)[p];
     }
   };
-  float* __restrict__ partials[2] = {dweight_partial + static_cast<i64>(group) * ROW_LENGTH,
-                                     dbias_partial + static_cast<i64>(group) * ROW_LENGTH};
+  float* __restrict__ partials[2] = {
+      static_cast<float*>(dweight_out) + static_cast<i64>(group) * ROW_LENGTH,
+      static_cast<float*>(dbias_out) + static_cast<i64>(group) * ROW_LENGTH};
   if constexpr (SLOTS == 1) {
-    if constexpr (NEED_DWEIGHT) write_sums(dweight, partials[0], 0);
-    if constexpr (NEED_DBIAS) write_sums(dbias, partials[1], 0);
-  } else if constexpr (NEED_DWEIGHT || NEED_DBIAS) {
+    if constexpr (SUM_DWEIGHT) write_sums(dweight, partials[0], 0);
+    if constexpr (SUM_DBIAS) write_sums(dbias, partials[1], 0);
+  } else if constexpr (SUM_DWEIGHT || SUM_DBIAS) {
     constexpr int WIDTH = 2 * ROW_LENGTH;  // dweight beside dbias
-    if constexpr (NEED_DWEIGHT) write_sums(dweight, merge, WIDTH);
-    if constexpr (NEED_DBIAS) write_sums(dbias, merge + ROW_LENGTH, WIDTH);
+    if constexpr (SUM_DWEIGHT) write_sums(dweight, merge, WIDTH);
+    if constexpr (SUM_DBIAS) write_sums(dbias, merge + ROW_LENGTH, WIDTH);
     __syncthreads();
     for (int slots = SLOTS; slots > 1; slots = (slots + 1) / 2) {
       const int kept = (slots + 1) / 2 * WIDTH;
@@ -271,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       __syncthreads();
     }
     for (int c = threadIdx.x; c < ROW_LENGTH; c += THREADS) {
-      if constexpr (NEED_DWEIGHT) partials[0][c] = merge[c];
-      if constexpr (NEED_DBIAS) partials[1][c] = merge[ROW_LENGTH + c];
+      if constexpr (SUM_DWEIGHT) partials[0][c] = merge[c];
+      if constexpr (SUM_DBIAS) partials[1][c] = merge[ROW_LENGTH + c];
     }
   }
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, empty_like
 
-from hfai.kernels.layer_norm.programs import FEW_ROWS, Configuration
+from hfai.kernels.layer_norm.programs import FEW_ROWS, Configuration, FewRowsBackward
 
 
 def forward(
@@ -98,38 +98,30 @@ def backward(
     mean_pointer = statistics.data_ptr()
     rstd_pointer = mean_pointer + 4 * rows * configuration.centered
     aligned = (x_pointer | dy_pointer | dx_pointer | weight_pointer) & 15 == 0
-    program = configuration.backward(aligned, rows <= FEW_ROWS, need_dx, need_dweight, need_dbias)
-    groups = program.groups(rows)
+    dweight_pointer = 0 if dweight is None else dweight.data_ptr()
+    dbias_pointer = 0 if dbias is None else dbias.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(configuration.device)
+    program = configuration.backward(aligned, rows <= FEW_ROWS, need_dx, need_dweight, need_dbias)
+    inputs = (dy_pointer, x_pointer, weight_pointer, mean_pointer, rstd_pointer, dx_pointer)
+    if isinstance(program, FewRowsBackward):
+        program.launch(stream, rows, *inputs, dweight_pointer, dbias_pointer)
+        return dx, dweight, dbias
+    groups = program.groups(rows)
     sums = need_dweight + need_dbias
     first = second = 0  # the groups' sums for dweight, if needed, and for dbias
     if sums:
         scratch = _scratch(x, (sums, groups, row_length))
         first = scratch.data_ptr()
         second = first + 4 * groups * row_length * (sums - 1)
-    program.enqueue(
-        stream,
-        rows,
-        groups,
-        dy_pointer,
-        x_pointer,
-        weight_pointer,
-        mean_pointer,
-        rstd_pointer,
-        dx_pointer,
-        first,
-        second,
-    )
+    program.launch(stream, rows, groups, *inputs, first, second)
     if sums:
-        dweight_pointer = 0 if dweight is None else dweight.data_ptr()
-        dbias_pointer = dweight_pointer if dbias is None else dbias.data_ptr()
         program.add_partials.launch(
             -(-row_length // 32) * sums,
             stream,
             first,
             second,
             dweight_pointer or dbias_pointer,
-            dbias_pointer,
+            dbias_pointer or dweight_pointer,
             row_length,
             groups,
         )

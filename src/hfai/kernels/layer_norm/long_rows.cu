@@ -157,58 +157,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// A block sums a tile of 32 vectors of columns over one of `groups` equal stretches of rows.
-constexpr int ROW_LANES = THREADS / 32;
-constexpr int TILE = 32 * VECTOR;
-constexpr int TILES = ceil_div(ROW_LENGTH, TILE);
-
+// A block takes a tile of columns over one of `groups` equal stretches of rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
     hfai_layer_norm_columns(const Y* __restrict__ dy, const X* __restrict__ x,
                             const float* __restrict__ mean, const float* __restrict__ rstd,
                             float* __restrict__ dweight_partial, float* __restrict__ dbias_partial,
                             i64 rows, i64 groups) {
-  __shared__ float merge[ROW_LANES][TILE];
   let_next_kernel_start();
-  const int lane = threadIdx.x % 32;
-  const int row_lane = threadIdx.x / 32;
   const i64 group = blockIdx.x / TILES;
-  const int column = (blockIdx.x % TILES) * TILE + lane * VECTOR;
   const i64 stretch = (rows + groups - 1) / groups;
-  const i64 end = (group + 1) * stretch < rows ? (group + 1) * stretch : rows;
-
-  float dweight[VECTOR] = {}, dbias[VECTOR] = {};
-  if (column < ROW_LENGTH)
-#pragma unroll 4
-    for (i64 row = group * stretch + row_lane; row < end; row += ROW_LANES) {
-      const YVector ys = load_kept<ALIGNED, Y, VECTOR>(dy + row * ROW_LENGTH + column);
-      XVector xs;
-      float row_mean = 0.0f, row_rstd = 0.0f;
-      if constexpr (NEED_DWEIGHT) {
-        xs = load_kept<ALIGNED, X, VECTOR>(x + row * ROW_LENGTH + column);
-        if constexpr (CENTERED) row_mean = mean[row];
-        row_rstd = rstd[row];
-      }
-#pragma unroll
-      for (int e = 0; e < VECTOR; ++e) {
-        if constexpr (NEED_DWEIGHT)
-          dweight[e] = __fmaf_rn(ys[e], __fmul_rn(xs[e] - row_mean, row_rstd), dweight[e]);
-        if constexpr (NEED_DBIAS) dbias[e] += ys[e];
-      }
-    }
-
-  auto write_partial = [&](const float(&value)[VECTOR], float* __restrict__ partial) {
-    __syncthreads();
-#pragma unroll
-    for (int e = 0; e < VECTOR; ++e) merge[row_lane][lane * VECTOR + e] = value[e];
-    __syncthreads();
-    for (int c = threadIdx.x; c < TILE; c += THREADS) {
-      float total = merge[0][c];
-#pragma unroll
-      for (int other = 1; other < ROW_LANES; ++other) total += merge[other][c];
-      const int target = (blockIdx.x % TILES) * TILE + c;
-      if (target < ROW_LENGTH) partial[group * ROW_LENGTH + target] = total;
-    }
-  };
-  if constexpr (NEED_DWEIGHT) write_partial(dweight, dweight_partial);
-  if constexpr (NEED_DBIAS) write_partial(dbias, dbias_partial);
+  const i64 begin = group * stretch;
+  const i64 end = begin + stretch < rows ? begin + stretch : rows;
+  sum_columns(
+      blockIdx.x % TILES, begin, end, dy, x, mean, rstd,
+      [&](int column, float total) { dweight_partial[group * ROW_LENGTH + column] = total; },
+      [&](int column, float total) { dbias_partial[group * ROW_LENGTH + column] = total; });
 }

@@ -131,8 +131,8 @@ def backward_plan(
         weight_bytes: size of an element of the weight, 0 where there is none.
         limits: the device's.
         asynchronous: whether all tensors are aligned, so that `cp.async` may copy them.
-        few_rows: whether there is no more than a row or two for a multiprocessor: then a block
-            takes one. Which thread holds what of a row stays the same, and so do the bits of dx.
+        few_rows: whether a thread works on one row at a time, since there is no second. Which
+            thread holds what of a row stays the same, and so do the bits of dx.
     """
     vector = vector_length(row_length, x_bytes, y_bytes)
     half = x_bytes + y_bytes <= 4
@@ -150,10 +150,11 @@ def backward_plan(
         rows = 2 if half or (columns > 4096 and cluster == 1) else 1
     slots = max(1, 256 // lanes)
     if few_rows:
-        slots = rows = 1
+        rows = 1
 
     def fits(plan: BackwardPlan) -> bool:
-        room = limits.shared_bytes_per_block - SHARED_BYTES_RESERVED
+        columns = 8 * vector * plan.threads if few_rows else 0  # columns.cuh: dweight and dbias
+        room = limits.shared_bytes_per_block - SHARED_BYTES_RESERVED - columns
         return plan.shared_bytes(row_length, x_bytes, y_bytes, weight_bytes) <= room
 
     def in_flight(plan: BackwardPlan) -> int:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
 from hfai.kernels import jit
 from hfai.kernels.layer_norm import plan
 
+FORWARD = ["layer_norm/forward.cu"]
+BACKWARD = ["layer_norm/columns.cuh", "layer_norm/backward.cu"]
+LONG_ROWS = ["layer_norm/columns.cuh", "layer_norm/long_rows.cu"]
+ADD_PARTIALS = ["layer_norm/column_sums.cu"]
+
 ADD_PARTIALS_THREADS = 1024
-# Up to here a block takes a single row in the backward pass.
-FEW_ROWS = 256
+# Up to here backward is one launch.
+FEW_ROWS = 128
 # Partial sums of dweight and dbias that the blocks for long rows leave behind.
 LONG_ROW_GROUPS_PER_MULTIPROCESSOR = 4
 
@@ -42,9 +48,24 @@ class ResidentBackward:
         resident = max(1, self.kernel.resident_blocks // self.kernel.cluster)
         return min(resident, -(-rows // self.rows_per_cluster))
 
-    def enqueue(self, stream: int, rows: int, groups: int, *pointers: int) -> None:
+    def launch(self, stream: int, rows: int, groups: int, *pointers: int) -> None:
         """Launch on a raw stream; the pointers are those of backward.cu, in its order."""
         self.kernel.launch(groups * self.kernel.cluster, stream, *pointers, rows)
+
+
+@dataclass(frozen=True)
+class FewRowsBackward:
+    """Backward for so few rows that the launches count: one kernel for all three gradients."""
+
+    kernel: jit.Kernel
+    rows_per_cluster: int
+    column_blocks: int
+
+    def launch(self, stream: int, rows: int, *pointers: int) -> None:
+        """Launch on a raw stream; the pointers are those of backward.cu, in its order."""
+        cluster = self.kernel.cluster
+        clusters = -(-rows // self.rows_per_cluster) + -(-self.column_blocks // cluster)
+        self.kernel.launch(clusters * cluster, stream, *pointers, rows)
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,7 @@ class LongBackward:
         wanted = -(-LONG_ROW_GROUPS_PER_MULTIPROCESSOR * self.multiprocessors // self.tiles)
         return max(1, min(wanted, rows // 32))
 
-    def enqueue(self, stream: int, rows: int, groups: int, *pointers: int) -> None:
+    def launch(self, stream: int, rows: int, groups: int, *pointers: int) -> None:
         """Launch on a raw stream; the pointers are those of backward.cu, in its order."""
         dy, x, weight, mean, rstd, dx, dweight_partial, dbias_partial = pointers
         if self.dx is not None:
@@ -82,6 +103,9 @@ class LongBackward:
             )
 
 
+Backward: TypeAlias = ResidentBackward | FewRowsBackward | LongBackward
+
+
 @dataclass(frozen=True)
 class Configuration:
     """All that fixes which kernels a call takes, and those kernels once they were needed."""
@@ -98,9 +122,7 @@ class Configuration:
     centered: bool
     """True for LayerNorm, False for RMSNorm."""
     _forward: dict[bool, ForwardProgram] = field(default_factory=dict, compare=False)
-    _backward: dict[tuple[bool, ...], ResidentBackward | LongBackward] = field(
-        default_factory=dict, compare=False
-    )
+    _backward: dict[tuple[bool, ...], Backward] = field(default_factory=dict, compare=False)
 
     def forward(self, aligned: bool) -> ForwardProgram:
         """Return the forward program; `aligned`: all addresses are multiples of 16 bytes."""
@@ -111,12 +133,12 @@ class Configuration:
 
     def backward(
         self, aligned: bool, few_rows: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
-    ) -> ResidentBackward | LongBackward:
+    ) -> Backward:
         """Return the backward program that makes the gradients that are needed.
 
         Args:
             aligned: all addresses are multiples of 16 bytes.
-            few_rows: at most `FEW_ROWS`.
+            few_rows: at most `FEW_ROWS` of them.
             need_dx: whether x needs a gradient.
             need_dweight: whether weight needs one.
             need_dbias: whether bias needs one.
@@ -147,9 +169,7 @@ class Configuration:
         if layout is None:
             text = self._long_rows(constants | {"NEED_DWEIGHT": False, "NEED_DBIAS": False})
             return ForwardProgram(self._load_long(text, "forward_long"), 1)
-        text = jit.program_text(
-            "layer_norm/forward.cu", constants | layout.constants(), self._types()
-        )
+        text = jit.program_text(FORWARD, constants | layout.constants(), self._types())
         kernel = jit.load(
             text,
             "hfai_layer_norm_forward",
@@ -161,7 +181,7 @@ class Configuration:
 
     def _make_backward(
         self, aligned: bool, few_rows: bool, need_dx: bool, need_dweight: bool, need_dbias: bool
-    ) -> ResidentBackward | LongBackward:
+    ) -> Backward:
         types = self._types()
         limits = jit.device_limits(self.device)
         sizes = (
@@ -175,33 +195,37 @@ class Configuration:
             "NEED_DWEIGHT": need_dweight,
             "NEED_DBIAS": need_dbias,
         }
-        add_partials = _add_partials(self.device, types["W"])
+        vector = plan.vector_length(*sizes[:3])
+        tiles = -(-self.row_length // (32 * vector))  # of columns.cuh
         if layout is not None:
-            constants |= {"NEED_DX": need_dx, **layout.constants()}
+            constants |= {"NEED_DX": need_dx, "FEW_ROWS": few_rows, **layout.constants()}
             kernel = jit.load(
-                jit.program_text("layer_norm/backward.cu", constants, types),
+                jit.program_text(BACKWARD, constants, types),
                 "hfai_layer_norm_backward",
                 self.device,
                 block=layout.threads,
                 shared_bytes=layout.shared_bytes(*sizes),
                 cluster=layout.cluster,
             )
+            if few_rows:
+                column_blocks = tiles if need_dweight or need_dbias else 0
+                return FewRowsBackward(kernel, layout.rows_per_cluster, column_blocks)
+            add_partials = _add_partials(self.device, types["W"])
             return ResidentBackward(kernel, add_partials, layout.rows_per_cluster)
         text = self._long_rows(constants | {"HAS_BIAS": False})
         sums = need_dweight or need_dbias
-        vector = plan.vector_length(*sizes[:3])
         return LongBackward(
             dx=self._load_long(text, "backward_long") if need_dx else None,
             columns=self._load_long(text, "columns") if sums else None,
-            add_partials=add_partials,
+            add_partials=_add_partials(self.device, types["W"]),
             multiprocessors=limits.multiprocessors,
-            tiles=-(-self.row_length // (32 * vector)),
+            tiles=tiles,
         )
 
     def _long_rows(self, constants: dict[str, int | bool]) -> str:
         vector = plan.vector_length(self.row_length, self.x_dtype.itemsize, self.y_dtype.itemsize)
         constants = constants | {"VECTOR": vector, "THREADS": plan.LONG_ROW_THREADS}
-        return jit.program_text("layer_norm/long_rows.cu", constants, self._types())
+        return jit.program_text(LONG_ROWS, constants, self._types())
 
     def _load_long(self, text: str, name: str) -> jit.Kernel:
         name = f"hfai_layer_norm_{name}"
@@ -211,7 +235,7 @@ class Configuration:
 @functools.cache
 def _add_partials(device: int, dtype: torch.dtype) -> jit.Kernel:
     constants: dict[str, int | bool] = {"THREADS": ADD_PARTIALS_THREADS}
-    text = jit.program_text("layer_norm/column_sums.cu", constants, {"W": dtype})
+    text = jit.program_text(ADD_PARTIALS, constants, {"W": dtype})
     return jit.load(
         text, "hfai_layer_norm_add_partials", device, block=ADD_PARTIALS_THREADS, overlap=True
     )
