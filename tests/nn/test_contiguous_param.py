@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hfai.nn import to_hfai, to_torch
 from tests.nn.sharding import ignore_fsdp_warnings, shard_fsdp1, shard_fsdp2
@@ -234,6 +235,13 @@ def _overlapping_views() -> nn.Module:
     return model
 
 
+def _parameter_in_buffer() -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("whole", torch.ones(8))
+    model.part = nn.Parameter(model.whole[2:4])
+    return model
+
+
 def _buffer_on_parameter() -> nn.Module:
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(8))
@@ -248,6 +256,7 @@ def _buffer_on_parameter() -> nn.Module:
         (_same_module_twice, ("first.weight", "second.weight")),
         (_overlapping_views, ("whole", "part")),
         (_buffer_on_parameter, ("weight", "view")),
+        (_parameter_in_buffer, ("part", "whole")),
     ],
 )
 def test_shared_memory_is_refused_by_name_before_anything_changes(
@@ -296,6 +305,11 @@ def test_what_cannot_be_moved_is_refused_in_words(
         to_hfai(build(), contiguous_param=True)
 
 
+def _local(parameter: Tensor) -> Tensor:
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local
+
+
 @ignore_fsdp_warnings
 @pytest.mark.parametrize("shard", [shard_fsdp1, shard_fsdp2])
 def test_a_sharded_model_is_refused_and_a_packed_one_can_be_sharded(
@@ -307,8 +321,13 @@ def test_a_sharded_model_is_refused_and_a_packed_one_can_be_sharded(
     sharded = shard(packed)
     with pytest.raises(ValueError, match=r"sharded .*: call to_hfai before FSDP"):
         to_hfai(sharded, contiguous_param=True)
-    torch.testing.assert_close(sharded(inputs), expected(inputs))
+    before = [_local(p).data_ptr() for p in sharded.parameters()]
     to_torch(sharded)
+    assert [_local(p).data_ptr() for p in sharded.parameters()] == before
+    for model in (expected, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
     torch.testing.assert_close(sharded(inputs), expected(inputs))
-    sharded(inputs).square().sum().backward()
-    assert all(p.grad is not None for p in sharded.parameters())

@@ -52,6 +52,7 @@ def test_layers_unknown_to_hfai_are_counted(model: nn.Module) -> None:
     assert hfai.explain(model).others == 1
     nested = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), nn.ModuleList())
     assert hfai.explain(nested).others == 3
+    assert hfai.explain(nn.Sequential(nn.ModuleList())).others == 1
 
 
 def test_the_data_are_ready_for_json(case: OperatorCase, model: nn.Module) -> None:

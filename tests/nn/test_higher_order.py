@@ -20,7 +20,6 @@ from tests.nn.operator_cases import (
     weighted_sum,
 )
 
-
 pytestmark = pytest.mark.filterwarnings(
     # torch scripts its own decompositions for forward mode.
     "ignore:`torch.jit.*` is deprecated:DeprecationWarning"
