@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from hfai.cli.demo import share_cores
 from hfai.demo.settings import Settings
 
 # Enough to fall to the loss of guessing by frequency, in a second or two.
@@ -293,6 +294,17 @@ def test_errors_show_a_traceback_only_when_asked(demo: Callable[..., Done], tmp_
     done = demo(*arguments, "--debug")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_give_way_unless_the_user_said_else(
+    environment: dict[str, str], count: str | None
+) -> None:
+    share_cores(environment)
+    assert environment.get("GOMP_SPINCOUNT") == count
 
 
 def test_help_names_every_exit_code_and_needs_no_torch(environment: dict[str, str]) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +15,10 @@ import pytest
 from hfai.demo.interrupt import SIGNALS, StopRequest
 
 # Says when it is ready, waits for the request, says so, and would then take a minute to end.
+WAIT = "time.sleep(0.01)"
+LONG_CALL = "hashlib.pbkdf2_hmac('sha256', b'', b'', 100_000_000)"
 PROGRAM = """
-import time
+import hashlib, time
 from hfai.demo.interrupt import StopRequest
 with StopRequest() as stop:
     print("ready", flush=True)
@@ -54,7 +58,16 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(
         assert process.stdout.readline() == "stopping\n"
         assert process.poll() is None
         process.send_signal(second)
-        assert process.wait(timeout=10) == -second
+        assert process.wait(timeout=10) == 128 + second
+
+
+def test_a_long_call_into_c_puts_neither_signal_off() -> None:
+    with running(PROGRAM.replace(WAIT, LONG_CALL)) as process:
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 130
 
 
 def test_a_signal_that_a_shell_ignores_stays_ignored() -> None:
@@ -78,9 +91,14 @@ def _heeding_ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_heeding_ctrl_c")
 def test_handlers_are_put_back() -> None:
+    threads = threading.active_count()
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequest() as stop:
         assert [signal.getsignal(number) for number in SIGNALS] != before
         signal.raise_signal(signal.SIGINT)
+        deadline = time.monotonic() + 10
+        while not stop.requested and time.monotonic() < deadline:
+            time.sleep(0.001)
         assert stop.requested
+    assert threading.active_count() == threads
     assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -1,10 +1,16 @@
-"""Stopping in good order: the first Ctrl-C asks, the second ends the process at once."""
+"""Stopping in good order: the first Ctrl-C asks, the second ends the process at once.
+
+Python runs signal handlers in the main thread, between two bytecodes, and a long call into C++ such
+as a backward pass puts them off until it returns. Signals are therefore taken from Python's wake-up
+file descriptor, to which they are written the moment they come, by a thread that waits for them.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,9 +21,9 @@ SHOW_CURSOR = b"\x1b[?25h"
 class StopRequest:
     """A context in which SIGINT and SIGTERM set `requested` instead of interrupting the work.
 
-    After the first signal both have their default effect again: a second one ends the process
-    without waiting for anything. Signals that were ignored on entry, as for a job that a shell put
-    into the background, stay ignored. Must be entered in the main thread.
+    A second signal ends the process with the exit code 128 + its number, whatever the main thread
+    is doing. Signals that were ignored on entry, as for a job that a shell put into the background,
+    stay ignored. Must be entered in the main thread.
     """
 
     def __init__(self) -> None:
@@ -25,11 +31,16 @@ class StopRequest:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)  # set_wakeup_fd asks for that
+        self._watcher = threading.Thread(target=self._watch, args=(reader,), daemon=True)
+        self._watcher.start()
+        self._previous_fd = signal.set_wakeup_fd(self._writer)
         for number in SIGNALS:
             previous = signal.getsignal(number)
             if previous is not signal.SIG_IGN:
                 self._previous[number] = previous
-                signal.signal(number, self._handle)
+                signal.signal(number, _leave_to_the_watcher)
         return self
 
     def __exit__(
@@ -40,13 +51,28 @@ class StopRequest:
     ) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._writer)  # the watcher reads an end of file
+        self._watcher.join()
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        for known in self._previous:
-            signal.signal(known, signal.SIG_DFL)
-        # A live line hides the cursor, and after a second signal nobody would show it again. Only
-        # os.write is safe here: the signal may have come in the middle of a print.
-        for stream in (sys.stdout, sys.stderr):
-            if stream.isatty():
-                os.write(stream.fileno(), SHOW_CURSOR)
+    def _watch(self, reader: int) -> None:
+        while byte := os.read(reader, 1):
+            if byte[0] in SIGNALS:
+                if self.requested:
+                    _end_at_once(byte[0])
+                self.requested = True
+        os.close(reader)
+
+
+def _leave_to_the_watcher(number: int, frame: FrameType | None) -> None:
+    """Do nothing: a signal needs some handler for its number to reach the wake-up descriptor."""
+
+
+def _end_at_once(number: int) -> None:
+    # A live line hides the cursor. Nothing is buffered or locked here: the main thread may hold
+    # any lock, so only plain system calls are safe.
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            os.write(stream.fileno(), SHOW_CURSOR + b"\n")
+            break
+    os._exit(128 + number)
