@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,6 +194,6 @@ def test_symbolically_traced_by_fx(operator: Operator, device: torch.device) -> 
     expected = run_reference(operator.case, layer, inputs)
     results = run(traced, inputs, layer.named_parameters())
     assert_close(results, expected, operator.case, torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        traced.recompile()
+    # Nothing but the operator itself is in the graph: no look at the input's device or type.
+    called = [n.target for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
+    assert called in ([], [operator.case.function])

@@ -151,6 +151,21 @@ def test_vmap_over_the_batch_equals_the_batched_call(
         assert_close(z.squeeze(1), y, operator.case, torch.float32)
 
 
+def test_a_batch_of_incoming_gradients_goes_back_in_one_call(
+    operator: Operator, device: torch.device
+) -> None:
+    operator.require("vmap")
+    layer, inputs = operator.build(device), operator.inputs(device)
+    leaves = [*inputs, *layer.parameters()]
+    outputs = tensors(layer(*inputs))
+    grads = cotangents(outputs)
+    batch = tuple(torch.stack([g, 2 * g, g.flip(0)]) for g in grads)
+    together = torch.autograd.grad(outputs, leaves, batch, is_grads_batched=True, retain_graph=True)
+    for index in range(3):
+        alone = torch.autograd.grad(outputs, leaves, [b[index] for b in batch], retain_graph=True)
+        assert_close([t[index] for t in together], list(alone), operator.case, torch.float32)
+
+
 def test_vmap_over_an_ensemble_of_layers_uses_each_ones_weights(
     operator: Operator, device: torch.device
 ) -> None:

@@ -150,8 +150,9 @@ def test_a_shape_that_does_not_fit_is_refused_in_torchs_words(
 def test_a_normalized_shape_without_dimensions_is_refused(
     norm: Build, device: torch.device
 ) -> None:
-    with pytest.raises(RuntimeError, match="at least 1-dimensional"):
-        norm((), device=device)(torch.randn(3, device=device))
+    for x in (torch.randn(3, device=device), torch.randn((), device=device)):
+        with pytest.raises(RuntimeError, match="at least 1-dimensional"):
+            norm((), device=device)(x)
 
 
 def test_a_weight_of_another_shape_is_refused(norm: Build, device: torch.device) -> None:

@@ -82,7 +82,8 @@ def test_a_weight_of_odd_layout_is_read_right(operator: Operator, device: torch.
     spaced = torch.randn(*shape[:-1], 2 * shape[-1], device=device)[..., ::2]
     expanded = torch.randn((), device=device).expand(shape)
     misaligned = torch.randn(shape.numel() + 1, device=device)[1:].view(shape)
-    for weight in (spaced, expanded, misaligned):
+    negated = torch._neg_view(torch.randn(shape, device=device))  # the sign is a bit elsewhere
+    for weight in (spaced, expanded, misaligned, negated):
         setattr(layer, name, nn.Parameter(weight))
         assert_close(
             run(layer, inputs),
