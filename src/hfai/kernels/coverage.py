@@ -42,7 +42,21 @@ def why_not_plain(tensor: Tensor) -> str | None:
         return f"a {type(tensor).__name__} is a tensor subclass"
     if not tensor.is_cuda:
         return f"the tensor is on {tensor.device.type}, and the kernels are for CUDA"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return "the tensor is nested or sparse"
     return None
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the values as a kernel reads them: row by row, and no sign kept aside as a bit."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether `dense` would return the tensor itself."""
+    return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _foreign_function_mode() -> bool:

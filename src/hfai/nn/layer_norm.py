@@ -20,7 +20,8 @@ class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm`, faster on CUDA for fp32, fp16 and bf16.
 
     Takes and returns what torch's class does, from the same parameters under the same names. Beyond
-    it, a half-precision input may meet fp32 parameters; the output then has the input's type.
+    it, a half-precision input may meet fp32 parameters on CUDA, as torch allows on the CPU; the
+    output then has the input's type.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -30,10 +31,13 @@ class LayerNorm(nn.LayerNorm):
         else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
             if torch.compiler.is_compiling():
                 return super().forward(input)
-            y = layer_norm.normalise(
-                input, self.normalized_shape, self.weight, self.bias, self.eps, True
-            )
-            return super().forward(input) if y is None else y
+            shape, weight, bias = self.normalized_shape, self.weight, self.bias
+            y = layer_norm.normalise(input, shape, weight, bias, self.eps, True)
+            if y is not None:
+                return y
+            if layer_norm.is_mix_that_torch_refuses(input, weight):
+                return super().forward(input.float()).to(input.dtype)
+            return super().forward(input)
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""

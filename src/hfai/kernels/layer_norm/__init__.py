@@ -5,6 +5,11 @@ kernels in forward.cu, backward.cu and column_sums.cu, or long_rows.cu, laid out
 compiled by `programs`.
 """
 
-from hfai.kernels.layer_norm.call import normalise, why_not_covered, why_not_dtype
+from hfai.kernels.layer_norm.call import (
+    is_mix_that_torch_refuses,
+    normalise,
+    why_not_covered,
+    why_not_dtype,
+)
 
-__all__ = ["normalise", "why_not_covered", "why_not_dtype"]
+__all__ = ["is_mix_that_torch_refuses", "normalise", "why_not_covered", "why_not_dtype"]

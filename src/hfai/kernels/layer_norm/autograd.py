@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from hfai.kernels.coverage import why_not_plain, why_watched
+from hfai.kernels.coverage import dense, why_not_plain, why_watched
 from hfai.kernels.layer_norm import launch
 from hfai.kernels.layer_norm.programs import Configuration
 
@@ -50,7 +50,7 @@ class Normalise(Function):
         else:
             dx, dweight, dbias = launch.backward(
                 configuration,
-                dy.contiguous(),
+                dense(dy),
                 x,
                 weight,
                 statistics,
@@ -75,20 +75,22 @@ def _watched_backward(
 ) -> list[Tensor | None]:
     """The same gradients through torch's operators: double backward, vmap over gradients."""
     create_graph = torch.is_grad_enabled()
-    shape, y_dtype = configuration.shape, configuration.y_dtype
+    shape = configuration.shape
+    # As the kernels compute: in fp32 where any of the types is.
+    dtype = torch.promote_types(configuration.y_dtype, configuration.affine_dtype or x.dtype)
     with torch.enable_grad(), torch.autocast("cuda", enabled=False):
         bias = None
         if needed[2]:  # its value does not enter the gradients
             bias = x.new_zeros(shape, dtype=configuration.affine_dtype).requires_grad_()
 
         def cast(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(y_dtype)
+            return None if tensor is None else tensor.to(dtype)
 
         if configuration.centered:
-            y = F.layer_norm(x.to(y_dtype), shape, cast(weight), cast(bias), eps)
+            y = F.layer_norm(x.to(dtype), shape, cast(weight), cast(bias), eps)
         else:
-            y = F.rms_norm(x.to(y_dtype), shape, cast(weight), eps)
+            y = F.rms_norm(x.to(dtype), shape, cast(weight), eps)
         inputs = (x, weight, bias)
         wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-        gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=create_graph))
+        gradients = iter(torch.autograd.grad(y, wanted, dy.to(dtype), create_graph=create_graph))
     return [next(gradients) if need else None for need in needed]

@@ -15,7 +15,7 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch.cuda import current_device
 
 from hfai.kernels import jit
-from hfai.kernels.coverage import PLAIN_TYPES, why_not_plain, why_watched
+from hfai.kernels.coverage import PLAIN_TYPES, dense, is_dense, why_not_plain, why_watched
 from hfai.kernels.layer_norm import launch
 from hfai.kernels.layer_norm.autograd import apply_normalise
 from hfai.kernels.layer_norm.programs import Configuration
@@ -51,10 +51,13 @@ def normalise(
         y of x's shape and dtype, or fp32 where autocast asks for that; the cast costs nothing.
         None where `why_not_covered` has a reason.
     """
+    if type(x) not in PLAIN_TYPES:  # before anything that torch.fx would record
+        return None
     autocast = is_autocast_enabled("cuda")
     key = (
-        type(x),
         x.dtype,
+        x.layout,
+        x.is_nested,
         x.get_device(),
         shape,
         None if weight is None else (type(weight), weight.dtype, weight.get_device(), weight.shape),
@@ -74,14 +77,13 @@ def normalise(
         or x.shape[-len(shape) :] != shape
         or why_watched() is not None
         or x.numel() == 0
-        or not (weight is None or weight.is_contiguous())
-        or not (bias is None or bias.is_contiguous())
+        or not (weight is None or is_dense(weight))
+        or not (bias is None or is_dense(bias))
     ):
         return None
     if eps is None:
         eps = torch.finfo(torch.float32).eps
-    if not x.is_contiguous():
-        x = x.contiguous()
+    x = dense(x)
     if configuration.device != current_device():
         with torch.cuda.device(configuration.device):
             return _run(configuration, x, weight, bias, eps)
@@ -121,9 +123,24 @@ def why_not_covered(
         reason = f"the input's shape {tuple(x.shape)} does not end in {shape}"
     if reason is None and x.numel() == 0:
         reason = "the input is empty"
-    if reason is None and not all(a is None or a.is_contiguous() for a in (weight, bias)):
+    if reason is None and not all(a is None or is_dense(a) for a in (weight, bias)):
         reason = "a parameter is not contiguous"
     return reason
+
+
+def is_mix_that_torch_refuses(x: Tensor, weight: Tensor | None) -> bool:
+    """Return whether torch's LayerNorm takes these types on the CPU but not on CUDA.
+
+    Our kernels take them, so what a kernel leaves to torch (an empty batch, vmap) must work too.
+    """
+    return (
+        isinstance(x, Tensor)  # torch.fx calls with something else
+        and x.is_cuda
+        and weight is not None
+        and weight.dtype == torch.float32
+        and x.dtype in HALF_DTYPES
+        and not is_autocast_enabled("cuda")
+    )
 
 
 def why_not_dtype(dtype: torch.dtype) -> str | None:
@@ -171,6 +188,8 @@ def _why_not_configured(
     reason = why_not_plain(x) or why_not_dtype(x.dtype) or jit.available()
     if reason is not None:
         return reason
+    if not shape:
+        return "normalized_shape has no dimensions"
     if not 0 < math.prod(shape) <= MOST_COLUMNS:
         return f"rows of {math.prod(shape)} elements"
     affines = [affine for affine in (weight, bias) if affine is not None]

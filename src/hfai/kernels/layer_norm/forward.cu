@@ -22,6 +22,7 @@ typedef Vector<W, VECTOR> WVector;
 constexpr bool EARLY = PER_LANE * WVector::BYTES <= 16;
 
 typedef RowSum<1, LANES, THREADS, CLUSTER> Sum;
+typedef RowSum<CENTERED ? 2 : 1, LANES, THREADS, CLUSTER> SecondSum;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     hfai_layer_norm_forward(const X* __restrict__ x, const W* __restrict__ weight,
@@ -29,7 +30,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                             float* __restrict__ mean_out, float* __restrict__ rstd_out, float eps,
                             i64 rows) {
   __shared__ typename Sum::Shared shared;
+  __shared__ typename SecondSum::Shared second_shared;
   Sum sum(&shared);
+  SecondSum second_sum(&second_shared);
   const int first_vector = (CLUSTER > 1 ? cluster_rank() * LANES : 0) + threadIdx.x % LANES;
   const i64 row = static_cast<i64>(blockIdx.x / CLUSTER) * SLOTS + threadIdx.x / LANES;
   const bool is_row = row < rows;  // threads beyond the last row stay for the barriers
@@ -64,21 +67,30 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
       for (int e = 0; e < VECTOR; ++e) mean[0] += data[k][e];
     sum(mean);
-    // A true division: times 1/N would put an error of one ulp on the mean of a constant row.
     mean[0] = __fdiv_rn(mean[0], static_cast<float>(ROW_LENGTH));
   }
 
-  float squares[1] = {0.0f};
+  // The sum of squares, and of what the rounding of the mean left over: a constant row must come out
+  // constant, however large it is (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
+  float second[CENTERED ? 2 : 1] = {};
 #pragma unroll
   for (int k = 0; k < PER_LANE; ++k)
     if (holds(k))
 #pragma unroll
       for (int e = 0; e < VECTOR; ++e) {
         const float centered = data[k][e] - mean[0];
-        squares[0] = __fmaf_rn(centered, centered, squares[0]);
+        second[0] = __fmaf_rn(centered, centered, second[0]);
+        if constexpr (CENTERED) second[1] += centered;
       }
-  sum(squares);
-  const float rstd = __frsqrt_rn(__fdiv_rn(squares[0], static_cast<float>(ROW_LENGTH)) + eps);
+  second_sum(second);
+  float variance = __fdiv_rn(second[0], static_cast<float>(ROW_LENGTH));
+  if constexpr (CENTERED) {
+    const float left_over = __fdiv_rn(second[1], static_cast<float>(ROW_LENGTH));
+    variance = __fmaf_rn(-left_over, left_over, variance);
+    variance = variance < 0.0f ? 0.0f : variance;  // and NaN stays NaN
+    mean[0] += left_over;
+  }
+  const float rstd = __frsqrt_rn(variance + eps);
 
   if (rstd_out != nullptr && first_vector == 0 && is_row) {
     if constexpr (CENTERED) mean_out[row] = mean[0];

@@ -69,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         held = u + 1;
       }
     Moments chunk = {static_cast<float>(held * VECTOR), 0.0f, 0.0f};
+    float left_over = 0.0f;
     if constexpr (CENTERED) {
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u)
@@ -84,7 +85,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int e = 0; e < VECTOR; ++e) {
           const float centered = data[u][e] - chunk.mean;
           chunk.squares = __fmaf_rn(centered, centered, chunk.squares);
+          left_over += centered;
         }
+    if constexpr (CENTERED) {  // see forward.cu
+      left_over = __fdiv_rn(left_over, chunk.count);
+      chunk.squares = __fmaf_rn(-left_over * chunk.count, left_over, chunk.squares);
+      chunk.squares = chunk.squares < 0.0f ? 0.0f : chunk.squares;
+      chunk.mean += left_over;
+    }
     moments.merge(chunk);
   }
   moments = block_moments(moments);
