@@ -29,7 +29,7 @@ demo: $(READY)
 	$(PY) -m hfai demo $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest -n $$($(PY) -c "import os; print(min(8, len(os.sched_getaffinity(0))))") $(ARGS)
+	$(PY) -m pytest -n $$($(PY) -c "import os; print(min(16, len(os.sched_getaffinity(0))))") --dist loadgroup $(ARGS)
 
 bench: $(READY)
 	$(PY) benchmarks/ops.py --op layer_norm $(ARGS)

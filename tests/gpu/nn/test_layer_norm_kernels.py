@@ -282,6 +282,7 @@ def test_a_half_precision_input_may_meet_fp32_parameters_where_torch_refuses() -
             as_torch(layer)(x)
 
 
+@pytest.mark.xdist_group("much GPU memory")  # in one process, one after the other
 @pytest.mark.parametrize(
     ("rows", "length"),
     [(2**21 + 9, 1024), (2**31 // 1000 + 9, 1000), (2**31 // 40 + 9, 40), (10_738, 200_003)],
@@ -324,6 +325,7 @@ def test_more_than_2_to_the_31_elements(variant: Variant, rows: int, length: int
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.xdist_group("much GPU memory")
 def test_one_billion_rows_of_one_element() -> None:
     free, _ = torch.cuda.mem_get_info()
     if free < 30e9:
