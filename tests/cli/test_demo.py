@@ -17,6 +17,7 @@ import torch
 
 from hfai.cli.demo import share_cores
 from hfai.demo.settings import Settings
+from hfai.demo.state import RunState
 
 # Enough to fall to the loss of guessing by frequency, in a second or two.
 SMALL = ("--device", "cpu", "--steps", "60", "--batch-size", "16", "--length", "32", "--seed", "5")
@@ -282,6 +283,21 @@ def test_a_damaged_resume_file_is_refused_in_one_line(
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "resume.pt cannot be resumed from" in done.stderr
+
+
+def test_a_loss_that_is_no_number_is_a_failed_check(
+    demo: Callable[..., Done], stopped: Done, stopped_out: Path, tmp_path: Path
+) -> None:
+    state = RunState.load(stopped_out / "resume.pt")
+    state.model["output_bias"].fill_(float("nan"))
+    state.save(tmp_path / "resume.pt")
+    done = demo("--resume", "--device", "cpu", "--out", tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: the loss stays finite: the loss of step ")
+    assert "use a lower --learning-rate than 0.002" in line
+    assert figures(tmp_path)["training"]["losses"][-1] is None
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_errors_show_a_traceback_only_when_asked(demo: Callable[..., Done], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -83,6 +84,8 @@ def run(request: Request) -> int:
         print_files(console, request.out, outcome)
         if request.json:
             print(figures.to_json(data), end="", flush=True)
+    for failed in (result for result in outcome.checks() if not result.passed):
+        print(f"Error: {failed.name}: {failed.detail}", file=sys.stderr)
     if not outcome.passed:
         return EXIT_FAILED
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_DONE

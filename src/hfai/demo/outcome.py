@@ -106,7 +106,7 @@ class Outcome:
         checks = []
         comparison, trip = self.comparison, self.round_trip
         if self.failure is not None:
-            checks.append(Check("training stays finite", False, self.failure))
+            checks.append(Check("the loss stays finite", False, self.failure))
         if comparison is not None and comparison.torch.loss is not None:
             torch_loss, hfai_loss = comparison.torch.loss, comparison.hfai.loss
             assert hfai_loss is not None  # measured together

@@ -91,14 +91,15 @@ def _training_lines(outcome: Outcome) -> Iterator[str]:
 
 def _comparison_table(comparison: Comparison, outcome: Outcome, device: torch.device) -> Table:
     ratios = comparison.ratios
-    table = Table(title=None)
-    for header in ("", "torch", "hfai", "hfai / torch"):
-        table.add_column(header, justify="left" if header == "" else "right")
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    table = Table()
+    for header in ("", "torch", "hfai", "hfai / torch [quartiles]"):
+        table.add_column(Text(header), justify="left" if header == "" else "right")
     table.add_row(
         f"tokens/s, median of {len(ratios)}",
         f"{statistics.median(comparison.torch.tokens_per_second):,.0f}",
         f"{statistics.median(comparison.hfai.tokens_per_second):,.0f}",
-        f"{comparison.ratio:.3f}  ({min(ratios):.2f} to {max(ratios):.2f})",
+        Text(f"{comparison.ratio:.3f}  [{low:.2f}, {high:.2f}]"),
     )
     sides = (comparison.torch, comparison.hfai)
     table.add_row("loss on held-out text", *(_loss(side) for side in sides), "")
