@@ -229,7 +229,7 @@ def test_the_table_says_why_both_sides_are_alike_and_how_to_get_the_picture(
     assert "pip install matplotlib" in line
     assert "hfai / torch" in done.stdout
     assert "6 LayerNorm on torch's path: " in done.stdout
-    assert "both sides ran the same code" in done.stdout
+    assert "both sides ran torch's code" in done.stdout
     assert "\x1b" not in done.stdout
 
 

@@ -55,9 +55,9 @@ def test_a_finished_run_says_it_all(outcome: Outcome) -> None:
 
 
 def test_it_says_that_both_sides_are_one_only_where_they_are(outcome: Outcome) -> None:
-    assert "both sides ran the same code" in report(outcome)
+    assert "both sides ran torch's code" in report(outcome)
     outcome.swap = Swap({"LayerNorm": 6}, (HFAI_PATH,))
-    assert "both sides ran the same code" not in report(outcome)
+    assert "both sides ran torch's code" not in report(outcome)
 
 
 def test_on_a_gpu_each_side_has_its_peak_memory(outcome: Outcome) -> None:
@@ -89,5 +89,8 @@ def test_a_stopped_run_says_what_is_missing_and_how_to_go_on(
     assert "no step was finished" in shown
     assert "not measured, the run was stopped before" in shown
     file = io.StringIO()
-    print_files(Console(file=file, width=100), tmp_path, outcome)
-    assert "stopped after step 0 of 2: add --resume to go on" in file.getvalue()
+    (tmp_path / "model.pt").write_bytes(b"of an earlier run")
+    print_files(Console(file=file, width=100), tmp_path, outcome, has_curve=False)
+    first, second = file.getvalue().splitlines()
+    assert first == f"written: figures.json, resume.pt in {tmp_path}"
+    assert second == "stopped after step 0 of 2: add --resume to go on"

@@ -96,15 +96,15 @@ def command(device: str, out: Path, resume: bool, json: bool, debug: bool, **giv
     The model is pre-trained to fill in masked bytes, with hfai's layers. At the end torch's layers
     and hfai's are timed in turn on the same batches, and the model is converted back, saved, and
     loaded into plain torch. Steps, batch size, length and learning rate have defaults that fit the
-    model and the device; on two CPU cores the whole takes two minutes. Ctrl-C stops after the
-    current step and writes what there is; a second Ctrl-C ends at once.
+    model and the device; on two CPU cores the whole takes one to two minutes. Ctrl-C stops after
+    the current step and writes what there is; a second Ctrl-C ends at once.
     """
     try:
         sys.exit(_run(device, out, resume, json, given))
     except Exception as error:
         if debug:
             raise
-        _explain(error)
+        _explain(error, out)
 
 
 def _run(device: str, out: Path, resume: bool, json: bool, given: dict[str, Any]) -> int:
@@ -124,21 +124,26 @@ def share_cores(environment: MutableMapping[str, str]) -> None:
     """Let torch's threads sleep soon where they wait for each other, unless the user said else.
 
     GNU OpenMP lets them spin for milliseconds. Where another process uses a core as well, they spin
-    through the time in which the thread they wait for could run: with one busy neighbour the default
-    job went from 50,000 tokens/s on two cores to 1,500. With this count, of a few microseconds, it
-    does 48,000 alone and 20,000 beside the neighbour. It is read when torch is loaded.
+    through the time in which the thread they wait for could run: with one busy neighbour the
+    default job fell from 50,000 tokens/s on two cores to 1,500. With this count, of a few
+    microseconds, it does 48,000 alone and 20,000 beside the neighbour. It is read when torch is
+    loaded.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "2000")
 
 
-def _explain(error: Exception) -> None:
+def _explain(error: Exception, out: Path) -> None:
     """Turn an error into one line and an exit code."""
+    if isinstance(error, BrokenPipeError):
+        raise error  # click ends quietly where the reader of a pipe has gone
     if isinstance(error, UsageError):
         raise click.UsageError(str(error)) from error
     if isinstance(error, MemoryError):
-        raise click.ClickException(str(error)) from error
-    if isinstance(error, OSError):
+        raise click.ClickException(
+            f"{error}; give a lower --batch-size or --length, or a smaller --model"
+        ) from error
+    if isinstance(error, OSError) and str(error.filename or out).startswith(str(out)):
         raise click.ClickException(f"{error}; choose another directory with --out") from error
     raise click.ClickException(
         f"{type(error).__name__}: {_first_sentence(error)} (add --debug for the traceback)"

@@ -74,14 +74,14 @@ def run(request: Request) -> int:
         except torch.OutOfMemoryError as error:
             raise MemoryError(
                 f"{settings.batch_size} x {settings.length} bytes of bert_{settings.model}_MLM do "
-                f"not fit into the GPU's memory: give a lower --batch-size"
+                f"not fit into the GPU's memory"
             ) from error
         outcome = job.outcome
         print_report(console, outcome, device)
-        draw_curve(console, request.out / CURVE_FILE_NAME, outcome)
+        has_curve = draw_curve(console, request.out / CURVE_FILE_NAME, outcome)
         data = figures.collect_figures(outcome, corpus, device, request.command)
         figures.write_figures(request.out / figures.FILE_NAME, data)
-        print_files(console, request.out, outcome)
+        print_files(console, request.out, outcome, has_curve)
         if request.json:
             print(figures.to_json(data), end="", flush=True)
     for failed in (result for result in outcome.checks() if not result.passed):

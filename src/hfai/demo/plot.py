@@ -40,9 +40,10 @@ def draw_losses(path: Path, losses: Sequence[float], unigram: float, title: str)
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """Return the mean of each value and those before it, over a fiftieth of the whole."""
-    window = max(1, len(losses) // 50)
+    """Return the mean of each value and its neighbours, over a fiftieth of the whole."""
+    reach = len(losses) // 100
     sums = np.concatenate([[0.0], np.cumsum(losses)])
-    ends = np.arange(1, len(losses) + 1)
-    starts = np.maximum(0, ends - window)
+    places = np.arange(len(losses))
+    starts = np.maximum(0, places - reach)
+    ends = np.minimum(len(losses), places + reach + 1)
     return [float(mean) for mean in (sums[ends] - sums[starts]) / (ends - starts)]

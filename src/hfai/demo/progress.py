@@ -74,13 +74,13 @@ class Progress:
         self._last_shown = now
         figures = self._figures(figure)
         if self._live is None:
-            self._console.print(Text(f"{self._phase}: {figures}"), soft_wrap=True)
+            self.say(f"{self._phase}: {figures}")
         else:
             self._live.update(self._task, completed=self._done, figures=figures, refresh=True)
 
     def say(self, line: str) -> None:
         """Print a line of its own, above the live one."""
-        self._console.print(Text(line), soft_wrap=True)
+        self._console.print(Text(line), soft_wrap=not self._console.is_terminal)
 
     def _figures(self, figure: str) -> str:
         (then, done_then), (now, _) = self._history[0], self._history[-1]

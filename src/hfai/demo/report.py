@@ -36,18 +36,18 @@ def print_opening(
     machine = describe_machine(device)
     place = machine["gpu"] or f"{machine['cpu']}, {machine['torch_threads']} threads"
     text_bytes = len(corpus.training) + len(corpus.held_out)
-    _print_line(
+    print_line(
         console,
         f"bert_{settings.model}_MLM on {device.type} ({place}), {settings.precision}: "
         f"{settings.steps} steps of {settings.batch_size} x {settings.length} bytes, seed "
         f"{settings.seed}; text: Python's standard library, {text_bytes / 1e6:.1f} MB",
     )
     if corpus.note is not None:
-        _print_line(console, f"note: {corpus.note}")
+        print_line(console, f"note: {corpus.note}")
     if saved is not None:
-        _print_line(console, f"going on after step {len(saved.losses)} of {settings.steps}")
+        print_line(console, f"going on after step {len(saved.losses)} of {settings.steps}")
     elif resume_file.exists():
-        _print_line(
+        print_line(
             console,
             f"note: this new run will replace the stopped one in {resume_file}, which --resume "
             f"would go on with",
@@ -58,20 +58,21 @@ def print_report(console: Console, outcome: Outcome, device: torch.device) -> No
     """Print what the run came to; parts that it did not come to are left out or said to be so."""
     console.print()
     for line in _training_lines(outcome):
-        _print_line(console, line)
+        print_line(console, line)
     if outcome.comparison is not None:
         console.print(_comparison_table(outcome.comparison, outcome, device))
     elif outcome.interrupted:
-        _print_line(console, "torch against hfai: not measured, the run was stopped before")
+        print_line(console, "torch against hfai: not measured, the run was stopped before")
     for line in _layer_lines(outcome):
-        _print_line(console, line)
+        print_line(console, line)
     for result in outcome.checks():
         verdict = "ok" if result.passed else "FAILED"
-        _print_line(console, f"{verdict}: {result.name} ({result.detail})")
+        print_line(console, f"{verdict}: {result.name} ({result.detail})")
 
 
-def _print_line(console: Console, line: str) -> None:
-    console.print(Text(line), soft_wrap=True)
+def print_line(console: Console, line: str) -> None:
+    """Print a line: wrapped between words in a terminal, in one piece everywhere else."""
+    console.print(Text(line), soft_wrap=not console.is_terminal)
 
 
 def _training_lines(outcome: Outcome) -> Iterator[str]:
@@ -120,39 +121,52 @@ def _layer_lines(outcome: Outcome) -> Iterator[str]:
     for path in outcome.swap.paths:
         yield f"         {path.count} {path.layer} on {path.path}'s path: {path.reason}"
     if outcome.comparison is not None and all(p.path == "torch" for p in outcome.swap.paths):
-        yield "         both sides ran the same code: the ratio shows how steady this machine is"
+        yield (
+            "         both sides ran torch's code: the ratio is this machine's noise, and what it "
+            "costs to choose the path"
+        )
 
 
 def _mebibytes(size: int | None) -> str:
     return "" if size is None else f"{size / MEBIBYTE:,.0f} MiB"
 
 
-def draw_curve(console: Console, path: Path, outcome: Outcome) -> None:
-    """Write the picture of the losses, or say how to get one where matplotlib is missing."""
+def draw_curve(console: Console, path: Path, outcome: Outcome) -> bool:
+    """Write the picture of the losses, or say how to get one where matplotlib is missing.
+
+    Returns:
+        Whether there is a picture now.
+    """
     if not outcome.losses:
-        return
+        return False
     try:
         from hfai.demo.plot import draw_losses
     except ImportError as error:
-        _print_line(
+        print_line(
             console,
             f"no {path.name}: matplotlib cannot be imported ({error}); to get the picture: "
             f"pip install matplotlib",
         )
-        return
+        return False
     settings = outcome.settings
     title = f"bert_{settings.model}_MLM on Python's standard library, {settings.precision}"
     draw_losses(path, outcome.losses, outcome.unigram, title)
+    return True
 
 
-def print_files(console: Console, out: Path, outcome: Outcome) -> None:
-    """Name the files that the run has left, and how to go on with a stopped one."""
-    names = (CURVE_FILE_NAME, figures.FILE_NAME, check.FILE_NAME)
-    files = [name for name in names if (out / name).exists()]
-    _print_line(console, f"written: {', '.join(files)} in {out}")
+def print_files(console: Console, out: Path, outcome: Outcome, has_curve: bool) -> None:
+    """Name the files that this run has written, and how to go on with a stopped one."""
+    files = {
+        CURVE_FILE_NAME: has_curve,
+        figures.FILE_NAME: True,
+        check.FILE_NAME: outcome.round_trip is not None,
+        state.FILE_NAME: outcome.interrupted,
+    }
+    written = [name for name, is_written in files.items() if is_written]
+    print_line(console, f"written: {', '.join(written)} in {out}")
     if outcome.interrupted:
-        _print_line(
+        print_line(
             console,
             f"stopped after step {len(outcome.losses)} of {outcome.settings.steps}: add --resume "
-            f"to go on from {out / state.FILE_NAME}",
+            f"to go on",
         )
