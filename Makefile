@@ -28,8 +28,9 @@ NATIVE := CMakeLists.txt $(wildcard src/*/native/* src/*/*/native/*)
 demo: $(READY)
 	$(PY) -m hfai demo $(ARGS)
 
+# Passive: torch's threads must not spin on the cores that other tests are waiting for.
 test: $(READY)
-	$(PY) -m pytest -n $$($(PY) -c "import os; print(min(16, len(os.sched_getaffinity(0))))") --dist loadgroup $(ARGS)
+	OMP_WAIT_POLICY=passive $(PY) -m pytest -n $$($(PY) -c "import os; print(min(16, len(os.sched_getaffinity(0))))") --dist loadgroup $(ARGS)
 
 bench: $(READY)
 	$(PY) benchmarks/ops.py --op layer_norm $(ARGS)

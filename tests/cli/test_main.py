@@ -58,7 +58,6 @@ def test_the_version_is_that_of_the_package() -> None:
     assert hfai("--version").stdout.strip().endswith(package.__version__)
 
 
-@pytest.mark.xfail(strict=True, reason="click prints its usage text above the error")
 def test_an_unknown_command_is_refused_in_one_line() -> None:
     done = hfai("trian")
     assert done.returncode == 2

@@ -15,7 +15,7 @@ def _gpu() -> Iterator[None]:
     """Skip without a GPU; give memory back afterwards, since several processes share the GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch finds none")
-    reason = jit.available()
+    reason = jit.why_unavailable()
     if reason is not None:
         pytest.skip(f"needs hfai's kernels, and {reason}")
     yield

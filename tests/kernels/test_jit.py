@@ -90,7 +90,7 @@ def test_without_cuda_core_the_reason_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['cuda'] = None\n"
         "from hfai.kernels import jit\n"
-        "print(jit.available())\n"
+        "print(jit.why_unavailable())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120

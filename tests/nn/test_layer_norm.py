@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hfai.nn
-from hfai.nn import to_hfai
+from hfai.nn import to_hfai, to_torch
 from tests.nn.operator_cases import (
     assert_same_bits,
     cotangents,
@@ -169,6 +170,32 @@ def test_eps_is_inside_the_root_and_read_on_every_call(norm: Build, device: torc
     for eps in (1e-5, 1.0, 1):
         module.eps = eps
         _check(module, x)
+
+
+def test_eps_may_be_any_number(norm: Build, device: torch.device) -> None:
+    module = _random(norm(24, device=device))
+    x = torch.randn(5, 24, device=device)
+    module.eps = 0.5
+    expected = module(x)
+    for eps in (np.float32(0.5), np.float64(0.5), torch.tensor(0.5).item()):
+        module.eps = eps
+        assert_same_bits(module(x).detach(), expected.detach())
+
+
+def test_a_normalized_shape_may_be_a_list(norm: Build, device: torch.device) -> None:
+    module = _random(norm(24, device=device))
+    module.normalized_shape = [24]
+    _check(module, torch.randn(5, 24, device=device, requires_grad=True))
+
+
+def test_a_forward_kept_aside_outlives_the_conversion_back(
+    norm: Build, device: torch.device
+) -> None:
+    module = _random(norm(24, device=device))
+    kept = module.forward
+    module.forward = lambda x: kept(x)
+    to_torch(module)
+    _check(module, torch.randn(5, 24, device=device, requires_grad=True))
 
 
 def test_rms_norm_without_eps_takes_that_of_float32(rms_norm: Build, device: torch.device) -> None:

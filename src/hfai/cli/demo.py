@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +22,7 @@ Exit codes:
 """
 
 
-class OneLineUsage(click.Command):
-    """A command whose usage errors are one line.
-
-    click prints a usage text above those errors that know their context, so they forget it here.
-    """
-
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the arguments."""
-        with _forgetting_context():
-            return super().make_context(*args, **kwargs)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        with _forgetting_context():
-            return super().invoke(ctx)
-
-
-@contextlib.contextmanager
-def _forgetting_context() -> Iterator[None]:
-    try:
-        yield
-    except click.UsageError as error:
-        error.ctx = None
-        raise
-
-
-@click.command(cls=OneLineUsage, epilog=EXIT_CODES)
+@click.command(epilog=EXIT_CODES)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),

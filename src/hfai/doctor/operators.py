@@ -22,7 +22,7 @@ def operators_on_gpu() -> Check:
         return Check(NAME, "missing", "needs an NVIDIA GPU")
     from hfai.kernels import jit
 
-    reason = jit.available()
+    reason = jit.why_unavailable()
     if reason is not None:
         return Check(NAME, "missing", reason, "pip install 'hfai[cuda]'")
     agreed: list[str] = []

@@ -253,6 +253,7 @@ __device__ __forceinline__ u32 cluster_rank() {
 }
 __device__ __forceinline__ void cluster_barrier() {
 #if __CUDA_ARCH__ >= 900
+  __syncwarp();  // `.aligned` asks for whole warps
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif

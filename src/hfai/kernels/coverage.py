@@ -51,12 +51,14 @@ def dense(tensor: Tensor) -> Tensor:
     """Return the values as a kernel reads them: row by row, and no sign kept aside as a bit."""
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
+    if tensor._is_zerotensor():  # zeros that torch has not given any memory
+        tensor = tensor.clone()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether `dense` would return the tensor itself."""
-    return tensor.is_contiguous() and not tensor.is_neg()
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def _foreign_function_mode() -> bool:

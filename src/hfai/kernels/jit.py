@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 KERNELS = Path(__file__).parent
 CACHE_BYTES = 512 * 2**20  # the least recently used binaries are dropped beyond this
+
+OLDEST_CAPABILITY = (8, 0)  # cp.async, bf16 conversions
 
 CUDA_TYPES = {
     torch.float32: "float",
@@ -124,7 +127,7 @@ def _disk_cache() -> Any:
 
     try:
         return FileStreamProgramCache(cache_directory() / "kernels", max_size_bytes=CACHE_BYTES)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home directory
         return None
 
 
@@ -268,16 +271,36 @@ def _launch_through_bindings(
         raise RuntimeError(f"kernel launch failed: {error}")
 
 
-def available() -> str | None:
-    """Return why kernels can't be compiled here, or None where they can."""
-    return _unavailable()
-
-
 @functools.cache
-def _unavailable() -> str | None:
+def why_unavailable(device: int | None = None) -> str | None:
+    """Return why kernels can't be compiled or run here, or None where they can.
+
+    Args:
+        device: index of the device to try it on, once, with an empty kernel; None asks only whether
+            the packages are there.
+    """
     try:
         import cuda.bindings.driver
         import cuda.core.utils  # noqa: F401
     except ImportError as error:
-        return f"cuda-core is not installed ({error}): pip install 'hfai[cuda]'"
+        return (
+            f"cuda-core is not installed ({error}): pip install 'hfai[cuda]', "
+            f"or 'hfai[cuda12]' where torch is built for CUDA 12"
+        )
+    if device is None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < OLDEST_CAPABILITY:
+        oldest = ".".join(map(str, OLDEST_CAPABILITY))
+        return f"the GPU's compute capability is {major}.{minor}, and the kernels need {oldest}"
+    try:
+        load('extern "C" __global__ void hfai_probe() {}', "hfai_probe", device, block=1)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        warnings.warn(
+            f"hfai's kernels can't be compiled or loaded on cuda:{device}, so torch's are used "
+            f"({reason[0]}); `hfai doctor` says more",
+            stacklevel=2,
+        )
+        return f"kernels can't be compiled or loaded: {reason[0]}"
     return None

@@ -157,7 +157,7 @@ class BertMLM(nn.Module):
         flat_labels = labels.flatten()
         labelled = (flat_labels != IGNORED_LABEL).nonzero().squeeze(1)
         logits = self._logits(x.flatten(0, 1).index_select(0, labelled))
-        targets = flat_labels.index_select(0, labelled)
+        targets = flat_labels.index_select(0, labelled).long()
         total = F.cross_entropy(logits.float(), targets, reduction="sum")
         return MLMOutput(total / max(1, targets.numel()), logits)
 

@@ -29,15 +29,16 @@ class LayerNorm(nn.LayerNorm):
         if is_scripting():
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
-            if torch.compiler.is_compiling():
-                return super().forward(input)
-            shape, weight, bias = self.normalized_shape, self.weight, self.bias
-            y = layer_norm.normalise(input, shape, weight, bias, self.eps, True)
-            if y is not None:
-                return y
+            weight, bias = self.weight, self.bias
+            if not torch.compiler.is_compiling():
+                shape = tuple(self.normalized_shape)
+                y = layer_norm.normalise(input, shape, weight, bias, self.eps, True)
+                if y is not None:
+                    return y
+            # torch's class by name: a forward that was kept aside may outlive the conversion back.
             if layer_norm.is_mix_that_torch_refuses(input, weight):
-                return super().forward(input.float()).to(input.dtype)
-            return super().forward(input)
+                return nn.LayerNorm.forward(self, input.float()).to(input.dtype)
+            return nn.LayerNorm.forward(self, input)
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -52,10 +53,12 @@ class RMSNorm(nn.RMSNorm):
         if is_scripting():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
-            if torch.compiler.is_compiling():
-                return super().forward(x)
-            y = layer_norm.normalise(x, self.normalized_shape, self.weight, None, self.eps, False)
-            return super().forward(x) if y is None else y
+            if not torch.compiler.is_compiling():
+                shape = tuple(self.normalized_shape)
+                y = layer_norm.normalise(x, shape, self.weight, None, self.eps, False)
+                if y is not None:
+                    return y
+            return nn.RMSNorm.forward(self, x)
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -65,14 +68,16 @@ class RMSNorm(nn.RMSNorm):
 def _explain(module: nn.Module, parameters: list[Tensor | None]) -> Path:
     """Answer for the usual case: an eager call whose input is where the parameters are."""
     held = [p for p in parameters if p is not None]
-    reason = jit.available()
+    reason = jit.why_unavailable()
     if reason is None and not torch.cuda.is_available():
         reason = "no CUDA device: the kernels are for CUDA"
     if reason is None and held:
         if not held[0].is_cuda:
             reason = f"the parameters are on {held[0].device.type}, and the kernels are for CUDA"
         else:
-            reason = layer_norm.why_not_dtype(held[0].dtype)
+            reason = layer_norm.why_not_dtype(held[0].dtype) or jit.why_unavailable(
+                held[0].get_device()
+            )
     if reason is not None:
         return Path("torch", reason)
     length = "×".join(str(n) for n in module.normalized_shape)  # type: ignore[union-attr]

@@ -28,7 +28,9 @@ def check(found: dict[str, Resources], threads: int, spilled: int = 0) -> None:
 
 @pytest.mark.parametrize("architecture", DEVICES)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("length", [7, 40, 768, 1024, 8192, 32_768, 65_536, 200_003])
+@pytest.mark.parametrize(
+    "length", [7, 40, 768, 1024, 8192, 32_768, 65_536, 131_072, 200_003, 262_144]
+)
 def test_forward(architecture: str, dtype: torch.dtype, length: int) -> None:
     size = dtype.itemsize
     layout = plan.forward_plan(length, size, size, DEVICES[architecture])

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int group = blockIdx.x / CLUSTER;
   i64 groups = gridDim.x / CLUSTER;
   if constexpr (FEW_ROWS) {
-    groups = (rows + SLOTS * ROWS - 1) / (SLOTS * ROWS);
+    groups = NEED_DX ? (rows + SLOTS * ROWS - 1) / (SLOTS * ROWS) : 0;
     if (group >= groups) {
       const int tile = blockIdx.x - static_cast<int>(groups) * CLUSTER;
       W* __restrict__ dweight = static_cast<W*>(dweight_out);

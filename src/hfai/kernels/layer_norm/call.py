@@ -51,7 +51,7 @@ def normalise(
         y of x's shape and dtype, or fp32 where autocast asks for that; the cast costs nothing.
         None where `why_not_covered` has a reason.
     """
-    if type(x) not in PLAIN_TYPES:  # before anything that torch.fx would record
+    if type(x) not in PLAIN_TYPES or not x.is_cuda:  # before anything that torch.fx would record
         return None
     autocast = is_autocast_enabled("cuda")
     key = (
@@ -81,8 +81,7 @@ def normalise(
         or not (bias is None or is_dense(bias))
     ):
         return None
-    if eps is None:
-        eps = torch.finfo(torch.float32).eps
+    eps = torch.finfo(torch.float32).eps if eps is None else float(eps)
     x = dense(x)
     if configuration.device != current_device():
         with torch.cuda.device(configuration.device):
@@ -185,7 +184,7 @@ def _why_not_configured(
     autocast: bool,
 ) -> str | None:
     """Say what in types, devices and the parameters' shapes is not covered."""
-    reason = why_not_plain(x) or why_not_dtype(x.dtype) or jit.available()
+    reason = why_not_plain(x) or why_not_dtype(x.dtype) or jit.why_unavailable(x.get_device())
     if reason is not None:
         return reason
     if not shape:

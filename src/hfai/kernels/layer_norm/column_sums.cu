@@ -20,6 +20,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   W* __restrict__ target = is_second ? second_sum : first_sum;
   const i64 column = (blockIdx.x - (is_second ? tiles : 0)) * 32 + lane;
 
+  // Not through the read-only cache: the kernel in front may still have been writing when this one
+  // started.
+  auto read = [&](i64 group) { return __ldcg(source + group * row_length + column); };
   float total = 0.0f;
   if (column < row_length) {
     i64 group = row_lane;
@@ -27,11 +30,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (; group + 3 * ROW_LANES < groups; group += 4 * ROW_LANES) {
       float value[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) value[i] = source[(group + i * ROW_LANES) * row_length + column];
+      for (int i = 0; i < 4; ++i) value[i] = read(group + i * ROW_LANES);
 #pragma unroll
       for (int i = 0; i < 4; ++i) total += value[i];
     }
-    for (; group < groups; group += ROW_LANES) total += source[group * row_length + column];
+    for (; group < groups; group += ROW_LANES) total += read(group);
   }
   partial[row_lane][lane] = total;
   __syncthreads();

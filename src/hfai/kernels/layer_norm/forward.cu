@@ -24,7 +24,8 @@ constexpr bool EARLY = PER_LANE * WVector::BYTES <= 16;
 typedef RowSum<1, LANES, THREADS, CLUSTER> Sum;
 typedef RowSum<CENTERED ? 2 : 1, LANES, THREADS, CLUSTER> SecondSum;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Left to itself the compiler aims at two blocks of 1024 threads, and spills.
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 0)
     hfai_layer_norm_forward(const X* __restrict__ x, const W* __restrict__ weight,
                             const W* __restrict__ bias, Y* __restrict__ y,
                             float* __restrict__ mean_out, float* __restrict__ rstd_out, float eps,

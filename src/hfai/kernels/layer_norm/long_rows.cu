@@ -23,7 +23,7 @@ struct Moments {
     const float delta = other.mean - mean;
     const float share = __fdiv_rn(other.count, total);
     mean += delta * share;
-    squares += other.squares + delta * delta * count * share;
+    squares += other.squares + delta * share * count * delta;  // so that no product overflows
     count = total;
   }
 };

@@ -104,7 +104,10 @@ def forward_plan(
     if row_length <= 32768:
         lanes = max(256, _power_of_two_from(-(-row_length // 64)))
         return ForwardPlan(vector, lanes, lanes, 1)
-    lanes = 256 if row_length <= 65536 else 1024
+    # 1024 threads spill a little; where elements are loaded one at a time that costs less than twice
+    # the blocks.
+    longest = 1024 if vector == 1 else 512
+    lanes = 256 if row_length <= 65536 else longest
     cluster = _power_of_two_from(-(-row_length // (64 * lanes)))
     return None if cluster > limits.max_cluster else ForwardPlan(vector, lanes, lanes, cluster)
 
@@ -149,7 +152,7 @@ def backward_plan(
         lanes = 32 * -(-columns // (32 * most))
         rows = 2 if half or (columns > 4096 and cluster == 1) else 1
     slots = max(1, 256 // lanes)
-    if few_rows:
+    if few_rows or not asynchronous:  # without cp.async all rows at work are in registers
         rows = 1
 
     def fits(plan: BackwardPlan) -> bool:

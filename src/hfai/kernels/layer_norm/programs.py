@@ -59,12 +59,15 @@ class FewRowsBackward:
 
     kernel: jit.Kernel
     rows_per_cluster: int
+    need_dx: bool
     column_blocks: int
 
     def launch(self, stream: int, rows: int, *pointers: int) -> None:
         """Launch on a raw stream; the pointers are those of backward.cu, in its order."""
         cluster = self.kernel.cluster
-        clusters = -(-rows // self.rows_per_cluster) + -(-self.column_blocks // cluster)
+        clusters = -(-self.column_blocks // cluster)
+        if self.need_dx:
+            clusters += -(-rows // self.rows_per_cluster)
         self.kernel.launch(clusters * cluster, stream, *pointers, rows)
 
 
@@ -209,7 +212,7 @@ class Configuration:
             )
             if few_rows:
                 column_blocks = tiles if need_dweight or need_dbias else 0
-                return FewRowsBackward(kernel, layout.rows_per_cluster, column_blocks)
+                return FewRowsBackward(kernel, layout.rows_per_cluster, need_dx, column_blocks)
             add_partials = _add_partials(self.device, types["W"])
             return ResidentBackward(kernel, add_partials, layout.rows_per_cluster)
         text = self._long_rows(constants | {"HAS_BIAS": False})
