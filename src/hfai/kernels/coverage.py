@@ -44,6 +44,9 @@ def why_not_plain(tensor: Tensor) -> str | None:
         return f"the tensor is on {tensor.device.type}, and the kernels are for CUDA"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return "the tensor is nested or sparse"
+    if not torch._C._has_storage(tensor):
+        # The gradients of `is_grads_batched=True`, and whatever else torch wraps in the same type.
+        return "the tensor stands for others and has no memory of its own"
     return None
 
 

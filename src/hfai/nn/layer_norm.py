@@ -36,7 +36,7 @@ class LayerNorm(nn.LayerNorm):
                 if y is not None:
                     return y
             # torch's class by name: a forward that was kept aside may outlive the conversion back.
-            if layer_norm.is_mix_that_torch_refuses(input, weight):
+            if layer_norm.is_mix_that_torch_refuses(input, weight, bias):
                 return nn.LayerNorm.forward(self, input.float()).to(input.dtype)
             return nn.LayerNorm.forward(self, input)
 

@@ -127,16 +127,17 @@ def why_not_covered(
     return reason
 
 
-def is_mix_that_torch_refuses(x: Tensor, weight: Tensor | None) -> bool:
+def is_mix_that_torch_refuses(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Return whether torch's LayerNorm takes these types on the CPU but not on CUDA.
 
     Our kernels take them, so what a kernel leaves to torch (an empty batch, vmap) must work too.
     """
+    affine = bias if weight is None else weight
     return (
         isinstance(x, Tensor)  # torch.fx calls with something else
         and x.is_cuda
-        and weight is not None
-        and weight.dtype == torch.float32
+        and affine is not None
+        and affine.dtype == torch.float32
         and x.dtype in HALF_DTYPES
         and not is_autocast_enabled("cuda")
     )

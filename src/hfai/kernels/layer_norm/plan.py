@@ -104,8 +104,8 @@ def forward_plan(
     if row_length <= 32768:
         lanes = max(256, _power_of_two_from(-(-row_length // 64)))
         return ForwardPlan(vector, lanes, lanes, 1)
-    # 1024 threads spill a little; where elements are loaded one at a time that costs less than twice
-    # the blocks.
+    # 1024 threads spill a little; where elements are loaded one at a time that costs less than
+    # twice the blocks.
     longest = 1024 if vector == 1 else 512
     lanes = 256 if row_length <= 65536 else longest
     cluster = _power_of_two_from(-(-row_length // (64 * lanes)))
