@@ -124,9 +124,10 @@ def share_cores(environment: MutableMapping[str, str]) -> None:
     """Let torch's threads sleep soon where they wait for each other, unless the user said else.
 
     GNU OpenMP lets them spin for milliseconds. Where another process uses a core as well, they spin
-    through the time in which the thread they wait for could run: with one busy neighbour the default
-    job went from 50,000 tokens/s on two cores to 1,500. With this count, of a few microseconds, it
-    does 48,000 alone and 20,000 beside the neighbour. It is read when torch is loaded.
+    through the time in which the thread they wait for could run: with one busy neighbour the
+    default job fell from 50,000 tokens/s on two cores to 1,500. With this count, of a few
+    microseconds, it does 48,000 alone and 20,000 beside the neighbour. It is read when torch is
+    loaded.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "2000")

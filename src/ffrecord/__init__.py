@@ -1,0 +1,44 @@
+"""Record files that random batches are read from at the disk's own speed.
+
+Names are imported on use, so that `ffrecord --help` does not wait for numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ffrecord.errors import DamagedFileError, HeaderError, RecordError, RecordWarning
+    from ffrecord.reader import FileReader
+    from ffrecord.writer import FileWriter
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DamagedFileError",
+    "FileReader",
+    "FileWriter",
+    "HeaderError",
+    "RecordError",
+    "RecordWarning",
+]
+
+_HOMES = {
+    "DamagedFileError": "errors",
+    "FileReader": "reader",
+    "FileWriter": "writer",
+    "HeaderError": "errors",
+    "RecordError": "errors",
+    "RecordWarning": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ffrecord.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
