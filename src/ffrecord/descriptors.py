@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from ffrecord.errors import DamagedFileError
@@ -59,6 +59,7 @@ class OpenFiles:
         self.limit = limit
         self._open: OrderedDict[int, int] = OrderedDict()
         self._leases: dict[int, int] = {}
+        self._forgotten: deque[int] = deque()
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -84,11 +85,18 @@ class OpenFiles:
             self._give_back(taken)
 
     def forget(self, file: SourceFile) -> None:
-        """Close a file, unless it is being read: then it goes when there is need of room."""
+        """Close a file now, or, if it is being read, as soon as it is not.
+
+        May be called by the garbage collector at any point, also while this thread holds the lock;
+        then whoever holds it closes the file.
+        """
         self._after_fork()
-        with self._lock:
-            if file.number in self._open and not self._leases.get(file.number):
-                os.close(self._open.pop(file.number))
+        self._forgotten.append(file.number)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close_forgotten()
+            finally:
+                self._lock.release()
 
     def _take(self, file: SourceFile) -> int:
         self._after_fork()
@@ -110,7 +118,16 @@ class OpenFiles:
                     self._leases[number] = left
                 else:
                     self._leases.pop(number, None)
+            self._close_forgotten()
             self._make_room(0)
+
+    def _close_forgotten(self) -> None:
+        for _ in range(len(self._forgotten)):
+            number = self._forgotten.popleft()
+            if number in self._leases:
+                self._forgotten.append(number)
+            elif number in self._open:
+                os.close(self._open.pop(number))
 
     def _make_room(self, wanted: int) -> None:
         excess = len(self._open) + wanted - self.limit

@@ -43,8 +43,12 @@ class Part:
         self.file = SourceFile(path)
         self.keep_tables = keep_tables
         self._tables: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
-        with OPEN_FILES.lease(self.file) as (descriptor,):
-            self.header = ffr.read_header(descriptor, path, check_data=check_data)
+        try:
+            with OPEN_FILES.lease(self.file) as (descriptor,):
+                self.header = ffr.read_header(descriptor, path, check_data=check_data)
+        except BaseException:
+            OPEN_FILES.forget(self.file)
+            raise
 
     @property
     def path(self) -> str:

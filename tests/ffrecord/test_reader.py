@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffrecord import DamagedFileError, FileReader, RecordError
-from ffrecord.descriptors import OPEN_FILES
+from ffrecord.descriptors import OPEN_FILES, SourceFile
 from tests.ffrecord.independent import file_of
 
 
@@ -178,6 +178,24 @@ def test_a_thousand_readers_work_at_once(parts: Path, records: list[bytes]) -> N
         assert [r.tobytes() for r in reader.read([0, 150, 299])] == [
             records[i] for i in (0, 150, 299)
         ]
+
+
+def test_a_reader_collected_while_another_opens_a_file_blocks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.ffr").write_bytes(file_of([name.encode()]))
+    dropped = [FileReader(tmp_path / "a.ffr")]
+    descriptor = OPEN_FILES._open[dropped[0]._set.parts[0].file.number]  # type: ignore[union-attr]
+    opening = SourceFile.open
+
+    def collect_and_open(file: SourceFile) -> int:
+        dropped.clear()
+        return opening(file)
+
+    monkeypatch.setattr(SourceFile, "open", collect_and_open)
+    assert FileReader(tmp_path / "b.ffr").read_one(0).tobytes() == b"b"
+    assert descriptor not in OPEN_FILES._open.values()
 
 
 def _checksum(reader: FileReader) -> int:
