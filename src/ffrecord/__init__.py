@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ffrecord.errors import DamagedFileError, HeaderError, RecordError, RecordWarning
+    from ffrecord.folder import NameWarning, PackedFolder, pack_folder, unpack
     from ffrecord.reader import FileReader
     from ffrecord.writer import FileWriter
 
@@ -20,8 +21,12 @@ __all__ = [
     "FileReader",
     "FileWriter",
     "HeaderError",
+    "NameWarning",
+    "PackedFolder",
     "RecordError",
     "RecordWarning",
+    "pack_folder",
+    "unpack",
 ]
 
 _HOMES = {
@@ -29,8 +34,12 @@ _HOMES = {
     "FileReader": "reader",
     "FileWriter": "writer",
     "HeaderError": "errors",
+    "NameWarning": "folder",
+    "PackedFolder": "folder",
     "RecordError": "errors",
     "RecordWarning": "errors",
+    "pack_folder": "folder",
+    "unpack": "folder",
 }
 
 

@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from ffrecord.errors import RecordError
 from ffrecord.fileset import FileSet
 from ffrecord.part import Places
 from ffrecord.paths import PathLike, expand
+from ffrecord.writer import BufferLike
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -83,7 +84,7 @@ class FileReader:
         self.n = self._set.n
 
     def read(
-        self, indices: Indices, out: Buffer | None = None, *, writable: bool = True
+        self, indices: Indices, out: BufferLike | None = None, *, writable: bool = True
     ) -> list[Record]:
         """Read a batch.
 
@@ -321,8 +322,8 @@ def _layout(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     return ends - room, int(ends[-1]) if len(ends) else 0
 
 
-def _checked_arena(out: Buffer, total: int) -> NDArray[np.uint8]:
-    view = memoryview(out)
+def _checked_arena(out: BufferLike, total: int) -> NDArray[np.uint8]:
+    view = memoryview(cast("Buffer", out))
     if view.readonly or not view.c_contiguous:
         raise ValueError("out must be writable and contiguous")
     if view.nbytes < total:

@@ -19,14 +19,18 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ffrecord import format as ffr
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
+
+# numpy's stubs say that arrays are buffers only for Python 3.12 and later.
+BufferLike: TypeAlias = "Buffer | NDArray[Any]"
 
 _BUFFER = 1 << 20
 
@@ -81,7 +85,7 @@ class FileWriter:
         else:
             self._position = ffr.tables_end(n)
 
-    def write_one(self, buffer: Buffer) -> None:
+    def write_one(self, buffer: BufferLike) -> None:
         """Append one record: the bytes of anything with the buffer protocol.
 
         An array is written in C order whatever its strides, with all bytes of its items.
@@ -106,7 +110,7 @@ class FileWriter:
         self._lengths.append(len(data))
         self.count += 1
 
-    def write(self, buffers: Iterable[Buffer]) -> None:
+    def write(self, buffers: Iterable[BufferLike]) -> None:
         """Append many records, one for each buffer."""
         for buffer in buffers:
             self.write_one(buffer)
@@ -209,10 +213,10 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _flat(buffer: Buffer) -> memoryview | bytes:
+def _flat(buffer: BufferLike) -> memoryview | bytes:
     """Return a buffer's items in C order as one row of bytes, without a copy where possible."""
     try:
-        view = memoryview(buffer)
+        view = memoryview(cast("Buffer", buffer))
     except (TypeError, ValueError, BufferError):
         raise TypeError(
             f"a record is anything with the buffer protocol (bytes, an array), "
