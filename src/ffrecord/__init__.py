@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ffrecord.engines import explain
     from ffrecord.errors import DamagedFileError, HeaderError, RecordError, RecordWarning
     from ffrecord.folder import NameWarning, PackedFolder, pack_folder, unpack
     from ffrecord.reader import FileReader
@@ -25,6 +26,7 @@ __all__ = [
     "PackedFolder",
     "RecordError",
     "RecordWarning",
+    "explain",
     "pack_folder",
     "unpack",
 ]
@@ -38,6 +40,7 @@ _HOMES = {
     "PackedFolder": "folder",
     "RecordError": "errors",
     "RecordWarning": "errors",
+    "explain": "engines",
     "pack_folder": "folder",
     "unpack": "folder",
 }

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from ffrecord import engines
 from ffrecord.descriptors import OPEN_FILES
-from ffrecord.engine import Engine, PythonEngine, RequestError, Requests, ShortReadError
+from ffrecord.engine import RequestError, Requests, ShortReadError
 from ffrecord.errors import RecordError
 from ffrecord.fileset import FileSet
 from ffrecord.part import Places
@@ -49,6 +50,8 @@ class FileReader:
             that make no sense are refused either way.
         tables: "memory" keeps the files' tables (12 bytes a record) once a file was read, "demand"
             looks entries up in the file, "auto" chooses the latter for more than 64 MiB of them.
+        engine: How batches are read, see `ffrecord.explain`: "auto", "direct", "io_uring",
+            "threads" or "python".
 
     Attributes:
         n: The number of records.
@@ -67,6 +70,7 @@ class FileReader:
         check_data: bool = True,
         *,
         tables: Literal["auto", "memory", "demand"] = "auto",
+        engine: str = "auto",
     ) -> None:
         self._set: FileSet | None = None
         if tables not in _TABLES:
@@ -74,7 +78,6 @@ class FileReader:
         self.fnames = expand(fname)
         self.check_data = check_data
         self._tables = tables
-        self._engine: Engine = PythonEngine()
         self._set = FileSet(
             self.fnames,
             check_data=check_data,
@@ -82,6 +85,8 @@ class FileReader:
             most_tables=_MOST_TABLES,
         )
         self.n = self._set.n
+        self._engine_name = engine
+        self._engine = engines.choose(engine, sum(part.header.size for part in self._set.parts))
 
     def read(
         self, indices: Indices, out: BufferLike | None = None, *, writable: bool = True
@@ -239,7 +244,7 @@ class FileReader:
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.fnames, self.check_data, self._tables)
+        return _reopen, (self.fnames, self.check_data, self._tables, self._engine_name)
 
     def __repr__(self) -> str:
         names = self.fnames[0] if len(self.fnames) == 1 else f"{len(self.fnames)} files"
@@ -311,8 +316,8 @@ class FileReader:
         return OSError(error.errno, f"record {index}, byte {offset}: {error.strerror}", path)
 
 
-def _reopen(fnames: list[str], check_data: bool, tables: Any) -> FileReader:
-    return FileReader(fnames, check_data, tables=tables)
+def _reopen(fnames: list[str], check_data: bool, tables: Any, engine: str) -> FileReader:
+    return FileReader(fnames, check_data, tables=tables, engine=engine)
 
 
 def _layout(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:

@@ -11,15 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ffrecord.engine import Engine, PythonEngine, RequestError, Requests, ShortReadError
+from ffrecord.engine import Engine, RequestError, Requests, ShortReadError
+from ffrecord.engines import NAMES, probe
 
-SIZE = 300_000
+SIZE = 3_000_000
 
 
-@pytest.fixture(params=[PythonEngine])
+@pytest.fixture(params=NAMES[1:])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    made: Engine = request.param()
-    return made
+    found = probe()
+    if request.param not in found.engines:
+        pytest.skip(found.reasons[request.param])
+    return found.engines[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,7 @@ def descriptors(tmp_path: Path, data: list[bytes]) -> Iterator[list[int]]:
     for number, content in enumerate(data):
         (tmp_path / str(number)).write_bytes(content)
         opened.append(os.open(tmp_path / str(number), os.O_RDONLY))
+        os.fsync(opened[-1])
     yield opened
     for descriptor in opened:
         os.close(descriptor)
@@ -49,6 +53,8 @@ def batch(rows: list[tuple[int, int, int]]) -> tuple[Requests, np.ndarray]:
 def check(engine: Engine, descriptors: list[int], data: list[bytes], rows: list) -> None:
     requests, arena = batch([(descriptors[file], at, length) for file, at, length in rows])
     wanted = [data[file][at : at + length] for file, at, length in rows]
+    for descriptor in descriptors:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     sums = engine.read_batch(requests, arena, checksums=True)
     assert sums is not None
     assert sums.tolist() == [zlib.crc32(piece) for piece in wanted]
@@ -81,7 +87,7 @@ def test_nothing_is_a_batch(engine: Engine, descriptors: list[int], data: list[b
 def test_neighbours_duplicates_and_overlaps_are_served(
     engine: Engine, descriptors: list[int], data: list[bytes]
 ) -> None:
-    neighbours = [(0, at, 100) for at in range(0, SIZE, 100)]
+    neighbours = [(0, at, 500) for at in range(0, SIZE, 500)]
     random.Random(1).shuffle(neighbours)
     check(engine, descriptors, data, neighbours)
     check(engine, descriptors, data, [(0, 50, 1000)] * 5 + [(0, 100, 10), (0, 0, 5000), (0, 99, 0)])
