@@ -165,6 +165,9 @@ def info(paths: tuple[str, ...], json: bool) -> None:
                 "mean_record": round(total / reader.n, 1) if reader.n else 0,
                 "largest_record": largest,
                 "packed_folder": _is_packed(reader),
+                "keys": sum(len(reader.get_keys(k)) for k in range(len(reader.fnames))),
+                "metadata": reader.get_metadata(0),
+                "schema": reader.get_schema(0),
             },
             json,
         )

@@ -9,7 +9,8 @@ All numbers are little-endian, nothing is padded. With N records:
     byte 12 + 12 N           the records, back to back
 
 Record i ends where record i + 1 starts; the last one ends with the file. The first may start later
-than byte 12 + 12 N: what stands in that gap belongs to no record. CRC-32 is zlib's.
+than byte 12 + 12 N: what stands in that gap belongs to no record (see `extension`). CRC-32 is
+zlib's. A file without records ends with its header, or with an extension block.
 
 A header is read in pieces and checked before anything is allocated for it, so that a file of
 nonsense costs no memory and is refused in words.
@@ -28,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffrecord.errors import HeaderError, RecordWarning
+from ffrecord.extension import MAGIC as EXTENSION_MAGIC
 
 SUFFIX = ".ffr"
 
@@ -140,7 +142,7 @@ def _check_offsets(descriptor: int, path: str, n: int, size: int, checksum: int)
         The first byte of record 0, and `checksum` continued over the table.
     """
     if n == 0:
-        if size != FIXED:
+        if size != FIXED and not os.pread(descriptor, 8, FIXED).startswith(EXTENSION_MAGIC):
             raise HeaderError(
                 f"{path} claims to be empty, but has {size - FIXED} bytes after its header: "
                 "its writer was stopped, or it is no record file",

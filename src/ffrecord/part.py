@@ -6,11 +6,12 @@ large for that, read in small blocks around the records that are asked for.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ffrecord import extension
 from ffrecord import format as ffr
 from ffrecord.descriptors import OPEN_FILES, SourceFile
 
@@ -42,10 +43,12 @@ class Part:
     def __init__(self, path: str, *, check_data: bool, keep_tables: bool) -> None:
         self.file = SourceFile(path)
         self.keep_tables = keep_tables
+        self._keys: extension.KeyIndex | None = None
         self._tables: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
         try:
             with OPEN_FILES.lease(self.file) as (descriptor,):
                 self.header = ffr.read_header(descriptor, path, check_data=check_data)
+                self.extension = self._find_extension(descriptor, check_data)
         except BaseException:
             OPEN_FILES.forget(self.file)
             raise
@@ -63,6 +66,26 @@ class Part:
         """
         with OPEN_FILES.lease(self.file) as (descriptor,):
             ffr.read_header(descriptor, self.path, check_data=True)
+            self._find_extension(descriptor, True)
+
+    def text(self) -> dict[str, Any]:
+        """Return the members of the extension block's JSON text; empty where there is no block."""
+        if self.extension is None:
+            return {}
+        with OPEN_FILES.lease(self.file) as (descriptor,):
+            return extension.read_text(descriptor, self.path, self.extension)
+
+    def keys(self) -> extension.KeyIndex | None:
+        """Return the key index, which is kept once it was read; None where there is no block."""
+        if self.extension is not None and self._keys is None:
+            with OPEN_FILES.lease(self.file) as (descriptor,):
+                n = self.header.n
+                self._keys = extension.read_keys(descriptor, self.path, self.extension, n)
+        return self._keys
+
+    def _find_extension(self, descriptor: int, check_data: bool) -> extension.Extension | None:
+        begin, end = ffr.tables_end(self.header.n), self.header.start
+        return extension.find(descriptor, self.path, begin, end, check_data=check_data)
 
     def offsets(self) -> NDArray[np.int64]:
         """Return all offsets and the file's size, shape (n + 1,)."""

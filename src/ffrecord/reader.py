@@ -176,6 +176,35 @@ class FileReader:
         """Return the checksums in one file's table, shape (n,)."""
         return self._open_set().parts[file_idx].checksums()
 
+    def get_metadata(self, file_idx: int) -> dict[str, Any] | None:
+        """Return what the writer of one file was given as `metadata`, or None."""
+        found: dict[str, Any] | None = self._open_set().parts[file_idx].text().get("metadata")
+        return found
+
+    def get_schema(self, file_idx: int) -> dict[str, Any] | None:
+        """Return what the writer of one file was given as `schema`, or None."""
+        found: dict[str, Any] | None = self._open_set().parts[file_idx].text().get("schema")
+        return found
+
+    def get_keys(self, file_idx: int) -> list[str]:
+        """Return the keys in one file, in the order of their bytes."""
+        keys = self._open_set().parts[file_idx].keys()
+        return [keys.key(number) for number in range(len(keys))] if keys else []
+
+    def index_of(self, key: str) -> int:
+        """Return the index of the record with a key; the first file that has it counts.
+
+        Raises:
+            KeyError: No file has it.
+        """
+        files = self._open_set()
+        for part, end in zip(files.parts, files.ends, strict=True):
+            keys = part.keys()
+            local = keys.find(key) if keys else None
+            if local is not None:
+                return end - part.header.n + local
+        raise KeyError(f"no record with the key {key!r} in {self!r}")
+
     def validate(self, deep: bool = False) -> None:
         """Check all headers, and with `deep` every record.
 

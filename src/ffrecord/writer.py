@@ -2,8 +2,8 @@
 
 Bytes go to a temporary file in the same directory, whose name no reader takes for a record file;
 `close` writes the header, flushes to the disk, renames, and flushes the directory. Without a
-promised number of records they go to an unnamed second file first, because the tables that stand
-before them have the size of their number.
+promised number of records, or with an extension block, they go to an unnamed second file first,
+because the size of what stands before them is known only at the end.
 
 Writes carry their position, so a forked child that holds a copy of a writer cannot disturb it.
 """
@@ -16,7 +16,7 @@ import secrets
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ffrecord import extension
 from ffrecord import format as ffr
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class FileWriter:
         fname: The file; its name ends with `.ffr`. An existing file is replaced at `close`.
         n: The number of records that will be written; None where it is not known yet, which costs
             a second copy of the data at `close`.
+        aligned: Start record 0 at a multiple of 4096, with an extension block before it, which the
+            original's reader skips. The items below and keys have it, too.
+        metadata: Stored in the extension block, as JSON.
+        schema: The same, for what describes the records.
 
     Attributes:
         n: The promised number of records, or None.
@@ -55,7 +60,15 @@ class FileWriter:
         OSError: The directory cannot be written to.
     """
 
-    def __init__(self, fname: str | os.PathLike[str], n: int | None = None) -> None:
+    def __init__(
+        self,
+        fname: str | os.PathLike[str],
+        n: int | None = None,
+        *,
+        aligned: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        schema: Mapping[str, Any] | None = None,
+    ) -> None:
         self._descriptor = -1
         self.path = Path(fname)
         if self.path.suffix != ffr.SUFFIX:
@@ -66,6 +79,11 @@ class FileWriter:
             raise IsADirectoryError(f"{self.path} is a directory: give the name of a file")
         self.n = n
         self.count = 0
+        self._metadata, self._schema = metadata, schema
+        self._keys: dict[str, int] = {}
+        self._extended = aligned or metadata is not None or schema is not None
+        if self._extended:
+            extension.encode(metadata, schema, {})  # what JSON cannot say is refused now
         self._checksums = array("I")
         self._lengths = array("q")
         self._buffer = bytearray()
@@ -76,7 +94,7 @@ class FileWriter:
         )
         self._spool = self._descriptor
         self._position = 0
-        if n is None:
+        if n is None or self._extended:
             try:
                 self._spool = _unnamed_file(self.path.parent)
             except BaseException:
@@ -85,18 +103,26 @@ class FileWriter:
         else:
             self._position = ffr.tables_end(n)
 
-    def write_one(self, buffer: BufferLike) -> None:
+    def write_one(self, buffer: BufferLike, key: str | None = None) -> None:
         """Append one record: the bytes of anything with the buffer protocol.
 
         An array is written in C order whatever its strides, with all bytes of its items.
 
+        Args:
+            buffer: The record.
+            key: A name to find it by (`FileReader.index_of`), different from all others in the
+                file.
+
         Raises:
             TypeError: No buffer, or one of Python objects.
-            ValueError: The writer is closed, or has all records it was promised.
+            ValueError: The writer is closed, or has all records it was promised; the key is taken,
+                or the file has no room for keys.
         """
         self._need_open()
         if self.n is not None and self.count >= self.n:
             raise ValueError(f"{self.path} was promised {self.n} records and has them all")
+        if key is not None:
+            self._check_key(key)
         data = _flat(buffer)
         checksum = zlib.crc32(data)
         if len(data) >= _BUFFER:
@@ -108,6 +134,9 @@ class FileWriter:
                 self._flush()
         self._checksums.append(checksum)
         self._lengths.append(len(data))
+        if key is not None:
+            self._keys[key] = self.count
+            self._extended = True
         self.count += 1
 
     def write(self, buffers: Iterable[BufferLike]) -> None:
@@ -148,10 +177,15 @@ class FileWriter:
         self._flush()
         checksums = np.frombuffer(self._checksums, np.uint32)
         lengths = np.frombuffer(self._lengths, np.int64)
-        start = ffr.tables_end(self.count)
+        begin = ffr.tables_end(self.count)
+        block = b""
+        if self._extended:
+            block = extension.encode(self._metadata, self._schema, self._keys)
+            block = extension.padded(block, begin)
+        start = begin + len(block)
         if self._spool != self._descriptor:
             _copy(self._spool, self._descriptor, int(lengths.sum()), start)
-        _write_all(self._descriptor, ffr.encode_header(checksums, lengths, start), 0)
+        _write_all(self._descriptor, ffr.encode_header(checksums, lengths, start) + block, 0)
         os.fsync(self._descriptor)
 
     def _flush(self) -> None:
@@ -166,6 +200,15 @@ class FileWriter:
         except BaseException:
             self._abandon()
             raise
+
+    def _check_key(self, key: str) -> None:
+        if key in self._keys:
+            raise ValueError(f"the key {key!r} is taken by record {self._keys[key]}")
+        if self._spool == self._descriptor:
+            raise ValueError(
+                f"{self.path} was begun without room for keys: leave out n, or give aligned=True"
+            )
+        key.encode()  # a lone surrogate is refused here, not at close
 
     def _need_open(self) -> None:
         if self._descriptor < 0:
@@ -250,10 +293,15 @@ def _write_all(descriptor: int, data: Buffer, position: int) -> int:
 def _copy(source: int, target: int, length: int, position: int) -> None:
     """Copy the first `length` bytes of `source` to `position` of `target`."""
     done = 0
-    try:
+    # Not every kernel and file system copies; what was copied stands.
+    with contextlib.suppress(AttributeError, OSError):
         while done < length:
-            done += os.copy_file_range(source, target, length - done, done, position + done)
-    except (AttributeError, OSError):
-        # Not on this kernel or file system; what was copied stands.
-        while done < length:
-            done += _write_all(target, os.pread(source, _BUFFER, done), position + done)
+            copied = os.copy_file_range(source, target, length - done, done, position + done)
+            if copied == 0:
+                break
+            done += copied
+    while done < length:
+        data = os.pread(source, min(_BUFFER, length - done), done)
+        if not data:
+            raise OSError("the unnamed file of a writer lost its end")
+        done += _write_all(target, data, position + done)

@@ -183,3 +183,17 @@ def test_wrong_names_and_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         FileWriter(tmp_path / "dir.ffr")
     assert [path.name for path in tmp_path.iterdir()] == ["dir.ffr"]
+
+
+def test_a_file_system_that_cannot_copy_in_the_kernel_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(95, "not supported")
+
+    records = [os.urandom(700_000) for _ in range(4)]
+    for replacement in (refuse, lambda *_: 0):
+        monkeypatch.setattr(os, "copy_file_range", replacement)
+        with FileWriter(tmp_path / "a.ffr") as writer:
+            writer.write(records)
+        assert read_file(tmp_path / "a.ffr") == records
