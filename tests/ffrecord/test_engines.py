@@ -124,3 +124,22 @@ def test_a_failing_read_is_an_error_that_names_its_request(
         assert caught.value.errno == 21
     finally:
         os.close(directory)
+
+
+def test_a_file_without_direct_or_whole_reads_is_served(engine: Engine) -> None:
+    # The kernel gives this file a page at a time, refuses O_DIRECT, and cannot say what is cached.
+    path = Path("/sys/kernel/btf/vmlinux")
+    if not path.exists():
+        pytest.skip("no file of that kind here")
+    content = path.read_bytes()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        source = random.Random(2)
+        rows = [(0, source.randrange(len(content) - 20_000), 20_000) for _ in range(50)]
+        rows += [(0, at, 3000) for at in range(0, 90_000, 3000)]
+        requests, arena = batch([(descriptor, at, length) for _, at, length in rows])
+        sums = engine.read_batch(requests, arena, checksums=True)
+    finally:
+        os.close(descriptor)
+    assert sums is not None
+    assert sums.tolist() == [zlib.crc32(content[at : at + length]) for _, at, length in rows]

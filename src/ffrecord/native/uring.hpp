@@ -13,7 +13,8 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 
-#include <atomic>
+#include <array>
+#include <cstdio>
 #include <map>
 #include <memory>
 
@@ -248,8 +249,10 @@ inline bool read_by_ring(Batch &batch, const std::vector<Run> &runs, bool direct
   std::vector<unsigned> free_slots;
   for (unsigned slot = depth; slot--;) free_slots.push_back(slot);
   std::vector<size_t> in_slot(depth);
-  std::vector<std::array<iovec, kMostBuffers>> buffers(direct ? 0 : depth);
-  std::vector<iovec> spare;  // direct reads, but this file has none
+  // Allocated before anything is in flight: nothing below may throw while the kernel writes.
+  const bool plain = std::any_of(pieces.begin(), pieces.end(),
+                                 [](const Piece &piece) { return piece.descriptor < 0; });
+  std::vector<std::array<iovec, kMostBuffers>> buffers(plain ? depth : 0);
 
   auto start = [&](size_t number, unsigned slot) {
     const Piece &piece = pieces[number];
@@ -260,8 +263,7 @@ inline bool read_by_ring(Batch &batch, const std::vector<Run> &runs, bool direct
                 static_cast<unsigned>(piece.length), piece.offset);
       return;
     }
-    if (direct && spare.empty()) spare.resize(depth * kMostBuffers);
-    iovec *vector = direct ? &spare[slot * kMostBuffers] : buffers[slot].data();
+    iovec *vector = buffers[slot].data();
     for (size_t i = run.first; i < run.last; ++i)
       vector[i - run.first] = {batch.requests[i].to,
                                static_cast<size_t>(batch.requests[i].length)};
