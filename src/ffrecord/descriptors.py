@@ -1,0 +1,149 @@
+"""Open files of all readers of a process, no more than `limit` at a time.
+
+A set of a thousand parts must not need a thousand descriptors, nor a thousand readers. A file is
+opened when it is read, kept, and closed when others need the room; one that is being read stays.
+Descriptors that a forked child inherits serve it as well, since every read carries its position.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from ffrecord.errors import DamagedFileError
+
+
+class SourceFile:
+    """One file as it was when it was first opened; `path` is opened again under the same terms."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.number = next(self._numbers)
+        self.identity: tuple[int, ...] | None = None
+
+    def open(self) -> int:
+        """Open the file.
+
+        Raises:
+            DamagedFileError: Another file has this name now, or it was written to.
+            OSError: It cannot be opened.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(descriptor)
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if self.identity is None:
+            self.identity = identity
+        elif self.identity != identity:
+            os.close(descriptor)
+            raise DamagedFileError(
+                f"{self.path} was replaced or written to since it was opened: make a new reader",
+                path=self.path,
+            )
+        return descriptor
+
+
+class OpenFiles:
+    """Descriptors by file, the least recently used closed first.
+
+    Args:
+        limit: How many stay open while nothing reads them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._open: OrderedDict[int, int] = OrderedDict()
+        self._leases: dict[int, int] = {}
+        self._forgotten: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextlib.contextmanager
+    def lease(self, *files: SourceFile) -> Iterator[list[int]]:
+        """Give the files' descriptors, which stay open until the block is left.
+
+        Raises:
+            OSError: A file cannot be opened.
+            DamagedFileError: A file was replaced.
+        """
+        taken: list[int] = []
+        try:
+            descriptors = []
+            for file in files:
+                descriptors.append(self._take(file))
+                taken.append(file.number)
+            yield descriptors
+        finally:
+            self._give_back(taken)
+
+    def forget(self, file: SourceFile) -> None:
+        """Close a file now, or, if it is being read, as soon as it is not.
+
+        May be called by the garbage collector at any point, also while this thread holds the lock;
+        then whoever holds it closes the file.
+        """
+        self._after_fork()
+        self._forgotten.append(file.number)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close_forgotten()
+            finally:
+                self._lock.release()
+
+    def _take(self, file: SourceFile) -> int:
+        self._after_fork()
+        with self._lock:
+            descriptor = self._open.get(file.number)
+            if descriptor is None:
+                self._make_room(1)
+                descriptor = self._open[file.number] = file.open()
+            else:
+                self._open.move_to_end(file.number)
+            self._leases[file.number] = self._leases.get(file.number, 0) + 1
+            return descriptor
+
+    def _give_back(self, numbers: list[int]) -> None:
+        with self._lock:
+            for number in numbers:
+                left = self._leases.get(number, 1) - 1
+                if left > 0:
+                    self._leases[number] = left
+                else:
+                    self._leases.pop(number, None)
+            self._close_forgotten()
+            self._make_room(0)
+
+    def _close_forgotten(self) -> None:
+        for _ in range(len(self._forgotten)):
+            number = self._forgotten.popleft()
+            if number in self._leases:
+                self._forgotten.append(number)
+            elif number in self._open:
+                os.close(self._open.pop(number))
+
+    def _make_room(self, wanted: int) -> None:
+        excess = len(self._open) + wanted - self.limit
+        if excess <= 0:
+            return
+        idle = [number for number in self._open if number not in self._leases]
+        for number in idle[:excess]:
+            os.close(self._open.pop(number))
+
+    def _after_fork(self) -> None:
+        # A thread of the parent may have held the lock or a lease: neither exists here.
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._lock = threading.Lock()
+            self._leases = {}
+
+
+OPEN_FILES = OpenFiles(limit=128)
+"""The open files of this process."""

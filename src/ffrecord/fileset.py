@@ -1,0 +1,120 @@
+"""Several files as one run of records: which file an index lies in, and where."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ffrecord import format as ffr
+from ffrecord.part import Part, Places
+
+# A batch that touches more files than this is read in several goes, so that the number of open
+# files stays bounded whatever the set.
+_MOST_FILES = 64
+# Bytes and records of one piece when all of a set is read in order.
+_SCAN_BYTES = 8 << 20
+_SCAN_RECORDS = 1024
+
+
+class Plan(NamedTuple):
+    """Where the records of a batch lie.
+
+    Attributes:
+        owners: The number of each record's file, shape (count,).
+        places: Their places in those files.
+    """
+
+    owners: NDArray[np.int64]
+    places: Places
+
+
+class FileSet:
+    """Record files in order.
+
+    Args:
+        paths: The files.
+        check_data: Compare the headers' checksums.
+        keep_tables: Keep tables in memory; None: where they take no more than `most_tables` bytes.
+        most_tables: See `keep_tables`.
+
+    Raises:
+        HeaderError: A file is damaged, cut short, or no record file.
+        OSError: A file cannot be read.
+    """
+
+    def __init__(
+        self, paths: list[str], *, check_data: bool, keep_tables: bool | None, most_tables: int
+    ) -> None:
+        self.parts = [
+            Part(path, check_data=check_data, keep_tables=keep_tables is not False)
+            for path in paths
+        ]
+        # ends[k]: the index after the last record of part k.
+        self.ends = list(accumulate(part.header.n for part in self.parts))
+        self._ends = np.array(self.ends, np.int64)
+        self.n = self.ends[-1]
+        if keep_tables is None and self.n * ffr.ENTRY > most_tables:
+            for part in self.parts:
+                part.keep_tables = False
+
+    def find(self, index: int) -> tuple[Part, int]:
+        """Return the file that holds a record, and the record's index in it."""
+        number = bisect_right(self.ends, index)
+        part = self.parts[number]
+        return part, index - (self.ends[number] - part.header.n)
+
+    def locate(self, indices: NDArray[np.int64]) -> Plan:
+        """Look up records, which must be in range."""
+        if len(self.parts) == 1:
+            return Plan(np.zeros(len(indices), np.int64), self.parts[0].locate(indices))
+        count = len(indices)
+        owners = np.searchsorted(self._ends, indices, side="right")
+        places = Places(
+            np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.uint32)
+        )
+        order = np.argsort(owners, kind="stable")
+        for members in np.split(order, np.flatnonzero(np.diff(owners[order])) + 1):
+            if not len(members):
+                continue
+            number = int(owners[members[0]])
+            part = self.parts[number]
+            found = part.locate(indices[members] - (self.ends[number] - part.header.n))
+            places.offsets[members] = found.offsets
+            places.lengths[members] = found.lengths
+            places.checksums[members] = found.checksums
+        return Plan(owners, places)
+
+    def goes(self, owners: NDArray[np.int64]) -> Iterator[tuple[list[int], NDArray[np.int64]]]:
+        """Split a batch so that no piece touches too many files.
+
+        Yields:
+            The numbers of the files, sorted, and which items of the batch lie in them.
+        """
+        numbers = np.unique(owners)
+        if len(numbers) <= _MOST_FILES:
+            if len(numbers):
+                yield numbers.tolist(), np.arange(len(owners))
+            return
+        for first in range(0, len(numbers), _MOST_FILES):
+            chosen = numbers[first : first + _MOST_FILES]
+            yield chosen.tolist(), np.flatnonzero(np.isin(owners, chosen))
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield ranges of neighbouring records, each a good piece of work (8 MiB or one record)."""
+        for part, end in zip(self.parts, self.ends, strict=True):
+            base = end - part.header.n
+            for start in range(0, part.header.n, _SCAN_RECORDS):
+                stop = min(start + _SCAN_RECORDS, part.header.n)
+                lengths = part.locate(np.arange(start, stop)).lengths.tolist()
+                first, size = start, 0
+                for index, length in enumerate(lengths, start):
+                    if size and size + length > _SCAN_BYTES:
+                        yield base + first, base + index
+                        first, size = index, 0
+                    size += length
+                yield base + first, base + stop
