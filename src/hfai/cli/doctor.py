@@ -37,7 +37,12 @@ def command(as_json: bool, debug: bool) -> None:
         click.echo(json.dumps(found, indent=1, ensure_ascii=False))
     else:
         show(checks)
-        if not ready:
+        if ready:
+            gpu = any(c.name == "operators on the GPU" and c.status == "ok" for c in checks)
+            click.echo(
+                f"ready: {'hfai on the GPU' if gpu else 'everything, on torch paths: no GPU'}"
+            )
+        else:
             names = ", ".join(c.name for c in checks if c.required and c.status != "ok")
             click.echo(f"hfai is not ready: {names}", err=True)
     sys.exit(0 if ready else 1)

@@ -115,7 +115,7 @@ class Outcome:
                 Check(
                     "hfai's layers give torch's loss",
                     abs(hfai_loss - torch_loss) <= tolerance,
-                    f"{hfai_loss:.6f} and {torch_loss:.6f}, {tolerance:.1e} apart at most",
+                    f"{hfai_loss:.6f} and {torch_loss:.6f}, allowed apart: {tolerance:.1e}",
                 )
             )
         if trip is not None:

@@ -56,8 +56,12 @@ class Explanation(Sequence[LayerPath]):
             f"{row.reason}"
             for row in table
         ]
-        lines.append(f"{self.others} other layers: torch, hfai has nothing faster for them")
-        return "\n".join(lines)
+        if not self._rows:
+            lines = []
+        if self.others:
+            layers = "layer" if self.others == 1 else "layers"
+            lines.append(f"{self.others} other {layers}: torch, hfai has nothing faster for them")
+        return "\n".join(lines) or "no layers"
 
     __repr__ = __str__
 

@@ -68,9 +68,10 @@ class RMSNorm(nn.RMSNorm):
 def _explain(module: nn.Module, parameters: list[Tensor | None]) -> Path:
     """Answer for the usual case: an eager call whose input is where the parameters are."""
     held = [p for p in parameters if p is not None]
-    reason = jit.why_unavailable()
-    if reason is None and not torch.cuda.is_available():
+    reason = None
+    if not torch.cuda.is_available():
         reason = "no CUDA device: the kernels are for CUDA"
+    reason = reason or jit.why_unavailable()
     if reason is None and held:
         if not held[0].is_cuda:
             reason = f"the parameters are on {held[0].device.type}, and the kernels are for CUDA"
