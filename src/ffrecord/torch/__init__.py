@@ -5,7 +5,17 @@ A batch is one straight line: a sampler's list of indices → torch's `__getitem
 interfaces; nothing in torch is changed.
 """
 
+from ffrecord.torch.dataset import ConcatDataset, Dataset, SampleError, Subset
+from ffrecord.torch.loader import DataLoader
 from ffrecord.torch.permutation import Permutation
 from ffrecord.torch.sampler import GlobalBatchSampler
 
-__all__ = ["GlobalBatchSampler", "Permutation"]
+__all__ = [
+    "ConcatDataset",
+    "DataLoader",
+    "Dataset",
+    "GlobalBatchSampler",
+    "Permutation",
+    "SampleError",
+    "Subset",
+]

@@ -1,0 +1,53 @@
+"""Data sets as users write them; worker processes import them from here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset as TorchDataset
+
+from ffrecord import FileReader
+from ffrecord.torch import Dataset
+
+N = 101
+
+
+class Numbers(Dataset):
+    """By `process`; it knows how many reads there were."""
+
+    reads = 0
+
+    def process(self, indices: list[int], data: list[Any]) -> list[int]:
+        self.reads += 1
+        return [int(bytes(record)) for record in data]
+
+
+class OldStyle(Dataset):
+    """As code for the original package has it: `__getitem__` of a list, no call of `__init__`."""
+
+    def __init__(self, path: Any) -> None:
+        self.source = FileReader(path, check_data=True)
+
+    def __len__(self) -> int:
+        return self.source.n
+
+    def __getitem__(self, indices: list[int]) -> list[int]:
+        assert isinstance(indices, list)
+        return [int(bytes(record)) for record in self.source.read(indices)]
+
+
+class Broken(Numbers):
+    def process(self, indices: list[int], data: list[Any]) -> list[int]:
+        if 77 in indices:
+            raise LookupError("no such class")
+        return super().process(indices, data)
+
+
+class Letters(TorchDataset[str]):
+    """One of torch's own kind, indexed by one integer."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> str:
+        return "abc"[index]
