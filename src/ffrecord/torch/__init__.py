@@ -8,6 +8,7 @@ interfaces; nothing in torch is changed.
 from ffrecord.torch.dataset import ConcatDataset, Dataset, SampleError, Subset
 from ffrecord.torch.loader import DataLoader
 from ffrecord.torch.permutation import Permutation
+from ffrecord.torch.registry import ReaderRegistry
 from ffrecord.torch.sampler import GlobalBatchSampler
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Dataset",
     "GlobalBatchSampler",
     "Permutation",
+    "ReaderRegistry",
     "SampleError",
     "Subset",
 ]

@@ -16,13 +16,14 @@ from torch.utils.data import Dataset as TorchDataset
 
 from ffrecord.paths import PathLike
 from ffrecord.reader import FileReader, Record
+from ffrecord.torch.registry import ReaderRegistry
 
 
 class SampleError(RuntimeError):
     """`Dataset.process` failed for a record; the message names it, its file and the failure."""
 
 
-class Dataset(TorchDataset[Any]):
+class Dataset(ReaderRegistry, TorchDataset[Any]):
     """Records as samples.
 
     Override `process` to make samples from bytes; or, without calling `__init__`, `__len__` and

@@ -120,7 +120,7 @@ class DataLoader(TorchDataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = super().__iter__()
         if isinstance(self.batch_sampler, GlobalBatchSampler):
-            return _counted(batches, self.batch_sampler)
+            return _counted(batches, self.batch_sampler, self.batch_sampler.epoch)
         return batches
 
 
@@ -144,8 +144,7 @@ class _SkippingSampler(Sampler[Any]):
         return getattr(self._sampler, name)
 
 
-def _counted(batches: Iterator[Any], sampler: GlobalBatchSampler) -> Iterator[Any]:
-    epoch = sampler.epoch
+def _counted(batches: Iterator[Any], sampler: GlobalBatchSampler, epoch: int) -> Iterator[Any]:
     for batch in batches:
         sampler.advance()
         yield batch

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import distributed
 from torch.utils.data import Dataset as TorchDataset
 
 from ffrecord import FileReader
-from ffrecord.torch import Dataset
+from ffrecord.torch import Dataset, GlobalBatchSampler
 
 N = 101
 
@@ -51,3 +52,12 @@ class Letters(TorchDataset[str]):
 
     def __getitem__(self, index: int) -> str:
         return "abc"[index]
+
+
+def indices_of_a_rank(store: str, rank: int) -> list[list[int]]:
+    """Join a group of two and take the part of epoch 0 that falls to this process."""
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        return list(GlobalBatchSampler(N, 10, seed=3))
+    finally:
+        distributed.destroy_process_group()

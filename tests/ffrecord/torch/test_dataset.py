@@ -76,6 +76,12 @@ def test_random_split_of_torch_works(parts: Path) -> None:
     assert sorted(samples) == list(range(N))
 
 
+def test_readers_are_found_wherever_data_sets_hold_them(parts: Path) -> None:
+    first, second = Numbers(parts), OldStyle(parts)
+    joined = Subset(first + Letters() + second, [0, 1]) + first
+    assert joined.ffreaders() == [first.reader, second.source]
+
+
 def test_joining_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="no data set"):
         ConcatDataset([])

@@ -160,8 +160,3 @@ def test_a_workers_error_names_record_and_file(parts: Path, damaged: Path) -> No
         list(DataLoader(Broken(parts), 10, num_workers=1))
     with pytest.raises(RecordError, match=r"record 3 is damaged: .*damaged\.ffr"):
         list(DataLoader(Dataset(damaged), 5, num_workers=1))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU's driver")
-def test_batches_are_pinned_on_request(parts: Path) -> None:
-    assert all(batch.is_pinned() for batch in DataLoader(Numbers(parts), 10, pin_memory=True))

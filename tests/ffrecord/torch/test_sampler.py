@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffrecord.torch import GlobalBatchSampler
+from tests.ffrecord.torch.sets import N, indices_of_a_rank
 
 
 def _ranks(n: int, batch: int, world: int, **options: Any) -> list[GlobalBatchSampler]:
@@ -67,6 +70,15 @@ def test_a_resumed_epoch_reads_every_record_once_with_other_ranks_and_batches(
     whole = GlobalBatchSampler(n, n, seed=9)
     assert indices == next(iter(whole))
     assert sorted(indices) == list(range(n))
+
+
+def test_processes_of_a_group_share_the_batches_without_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.starmap(indices_of_a_rank, [(str(tmp_path / "store"), r) for r in (0, 1)])
+    assert found == [list(sampler) for sampler in _ranks(N, 10, 2, seed=3)]
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped() -> None:
