@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
+from ffrecord.errors import DamagedFileError
 from ffrecord.paths import PathLike
 from ffrecord.reader import FileReader, Record
 from ffrecord.torch.registry import ReaderRegistry
 
 
 class SampleError(RuntimeError):
-    """`Dataset.process` failed for a record; the message names it, its file and the failure."""
+    """A sample of a batch could not be made; the message names it, its file and the failure."""
 
 
 class Dataset(ReaderRegistry, TorchDataset[Any]):
@@ -54,18 +55,24 @@ class Dataset(ReaderRegistry, TorchDataset[Any]):
             TypeError: `indices` is a single integer.
             IndexError: An index is out of range.
             RecordError: A record is damaged; the message names file and index.
-            SampleError: `process` failed for a record.
         """
         wanted = _as_list(indices)
-        data = self.reader.read(wanted)
-        try:
-            return self.process(wanted, data)
-        except Exception as error:
-            self._name_failure(wanted, error)
-            raise
+        return self.process(wanted, self.reader.read(wanted))
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return self[indices]
+        """Return the samples of a batch: what torch's loader calls.
+
+        Raises:
+            RecordError: A record is damaged; the message names file and index.
+            SampleError: Something else failed; the message names the sample and its file.
+        """
+        try:
+            return self[indices]
+        except (DamagedFileError, SampleError):
+            raise
+        except Exception as failure:
+            self._name_failure(indices, failure)
+            raise
 
     def __len__(self) -> int:
         return self.reader.n
@@ -74,15 +81,23 @@ class Dataset(ReaderRegistry, TorchDataset[Any]):
         return ConcatDataset([self, other])
 
     def _name_failure(self, indices: list[int], failure: Exception) -> None:
-        """Find the record that `process` fails for by giving it one at a time, read anew."""
+        """Find the sample that fails by asking for one at a time."""
         for index in indices:
             try:
-                self.process([index], [self.reader.read_one(index)])
+                self[[index]]
             except Exception as error:
                 raise SampleError(
-                    f"record {index % self.reader.n} of {self.reader.file_of(index)}: "
-                    f"process failed: {type(error).__name__}: {error}"
+                    f"sample {index} of {', '.join([type(self).__name__, *self._files_of(index)])}"
+                    f": {type(error).__name__}: {error}"
                 ) from failure
+
+    def _files_of(self, index: int) -> list[str]:
+        """Return the files of a sample's records, as far as its index is theirs too."""
+        return [
+            reader.file_of(index)
+            for reader in self.ffreaders()
+            if reader.n == len(self) and -reader.n <= index < reader.n
+        ]
 
 
 class Subset(Dataset):

@@ -44,6 +44,13 @@ class Broken(Numbers):
         return super().process(indices, data)
 
 
+class BrokenOldStyle(OldStyle):
+    def __getitem__(self, indices: list[int]) -> list[int]:
+        if 77 in indices:
+            raise LookupError("no such class")
+        return super().__getitem__(indices)
+
+
 class Letters(TorchDataset[str]):
     """One of torch's own kind, indexed by one integer."""
 

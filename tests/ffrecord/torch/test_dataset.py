@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ffrecord import RecordError
 from ffrecord.torch import ConcatDataset, Dataset, SampleError, Subset
-from tests.ffrecord.torch.sets import Broken, Letters, N, Numbers, OldStyle
+from tests.ffrecord.torch.sets import Broken, BrokenOldStyle, Letters, N, Numbers, OldStyle
 
 
 @pytest.mark.parametrize("kind", [Numbers, OldStyle])
@@ -92,9 +92,26 @@ def test_data_sets_are_pickled(parts: Path) -> None:
     assert again[[0, 1]] == [49, 2]
 
 
-def test_a_failing_process_is_told_with_record_and_file(parts: Path) -> None:
-    with pytest.raises(SampleError, match=r"record 77 of .*PART_00001.ffr.*LookupError: no such"):
+@pytest.mark.parametrize("kind", [Broken, BrokenOldStyle])
+def test_a_failing_sample_of_a_batch_is_told_with_its_file(kind: type, parts: Path) -> None:
+    told = rf"sample 77 of {kind.__name__}, .*PART_00001\.ffr: LookupError: no such class"
+    for dataset, index in (
+        (kind(parts), 77),
+        (Subset(ConcatDataset([Letters(), kind(parts)]), range(90)), 80),
+    ):
+        with pytest.raises(SampleError, match=told) as caught:
+            dataset.__getitems__([3, index, 5])
+        assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_failure_keeps_its_type_where_no_loader_asks(parts: Path) -> None:
+    with pytest.raises(LookupError, match="no such class"):
         Broken(parts)[[3, 77, 5]]
+
+
+def test_a_sample_without_a_file_of_its_own_is_told_by_its_index() -> None:
+    with pytest.raises(SampleError, match="sample 7 of Subset: IndexError"):
+        Subset(Letters(), [0, 1]).__getitems__([0, 7])
 
 
 def test_a_damaged_record_is_told_with_record_and_file(damaged: Path) -> None:
