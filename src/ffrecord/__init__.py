@@ -47,6 +47,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("torch", "utils"):
+        return importlib.import_module(f"ffrecord.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"ffrecord.{_HOMES[name]}"), name)

@@ -191,6 +191,14 @@ class FileReader:
         keys = self._open_set().parts[file_idx].keys()
         return [keys.key(number) for number in range(len(keys))] if keys else []
 
+    def file_of(self, index: int) -> str:
+        """Return the name of the file that a record is in.
+
+        Raises:
+            IndexError: The index is out of range.
+        """
+        return self._open_set().find(self._normalised_one(index))[0].path
+
     def index_of(self, key: str) -> int:
         """Return the index of the record with a key; the first file that has it counts.
 

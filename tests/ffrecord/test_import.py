@@ -22,3 +22,13 @@ def test_reading_needs_neither_torch_nor_a_thread() -> None:
         env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.stdout.split() == ["False", "False", "1"]
+
+
+def test_the_parts_for_torch_are_there_after_a_plain_import() -> None:
+    program = (
+        "import ffrecord; print(ffrecord.torch.Dataset.__name__, ffrecord.utils.dump.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["Dataset", "dump"]
