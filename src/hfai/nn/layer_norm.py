@@ -42,7 +42,7 @@ class LayerNorm(nn.LayerNorm):
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
-        return _explain(self, [self.weight, self.bias])
+        return _explain(self, self.weight, self.bias, True)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -62,24 +62,24 @@ class RMSNorm(nn.RMSNorm):
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
-        return _explain(self, [self.weight])
+        return _explain(self, self.weight, None, False)
 
 
-def _explain(module: nn.Module, parameters: list[Tensor | None]) -> Path:
-    """Answer for the usual case: an eager call whose input is where the parameters are."""
-    held = [p for p in parameters if p is not None]
-    reason = None
+def _explain(
+    module: LayerNorm | RMSNorm, weight: Tensor | None, bias: Tensor | None, centered: bool
+) -> Path:
+    """Answer for the usual case: a call without autocast, its input like the parameters."""
+    shape = tuple(module.normalized_shape)
+    like_input = bias if weight is None else weight
     if not torch.cuda.is_available():
-        reason = "no CUDA device: the kernels are for CUDA"
-    reason = reason or jit.why_unavailable()
-    if reason is None and held:
-        if not held[0].is_cuda:
-            reason = f"the parameters are on {held[0].device.type}, and the kernels are for CUDA"
-        else:
-            reason = layer_norm.why_not_dtype(held[0].dtype) or jit.why_unavailable(
-                held[0].get_device()
-            )
+        reason: str | None = "no CUDA device: the kernels are for CUDA"
+    elif like_input is None:
+        reason = jit.why_unavailable()
+    else:
+        reason = layer_norm.why_not_configured(
+            like_input, shape, weight, bias, module.eps is None, centered, False
+        )
     if reason is not None:
         return Path("torch", reason)
-    length = "×".join(str(n) for n in module.normalized_shape)  # type: ignore[union-attr]
+    length = "×".join(map(str, shape))
     return Path("hfai", f"CUDA kernels for rows of {length}; torch.compile uses torch's own")

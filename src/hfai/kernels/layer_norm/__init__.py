@@ -8,8 +8,7 @@ compiled by `programs`.
 from hfai.kernels.layer_norm.call import (
     is_mix_that_torch_refuses,
     normalise,
-    why_not_covered,
-    why_not_dtype,
+    why_not_configured,
 )
 
-__all__ = ["is_mix_that_torch_refuses", "normalise", "why_not_covered", "why_not_dtype"]
+__all__ = ["is_mix_that_torch_refuses", "normalise", "why_not_configured"]

@@ -1,7 +1,7 @@
 """Which calls of LayerNorm and RMSNorm the kernels cover, and how such a call is made.
 
 What can be said of a call without looking at its data, its types, shapes and devices, is looked up
-in a table of configurations; a miss asks `_why_not_configured` and remembers the answer. The rest
+in a table of configurations; a miss asks `why_not_configured` and remembers the answer. The rest
 (modes, an input of the wrong shape) is checked every time.
 """
 
@@ -49,7 +49,7 @@ def normalise(
 
     Returns:
         y of x's shape and dtype, or fp32 where autocast asks for that; the cast costs nothing.
-        None where `why_not_covered` has a reason.
+        None where the kernels do not cover the call.
     """
     if type(x) not in PLAIN_TYPES or not x.is_cuda:  # before anything that torch.fx would record
         return None
@@ -105,28 +105,6 @@ def _run(
     return launch.forward(configuration, x, weight, bias, eps, False)[0]
 
 
-def why_not_covered(
-    x: Tensor,
-    shape: tuple[int, ...],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    centered: bool,
-) -> str | None:
-    """Return why `normalise` leaves this call to torch, or None where it takes it."""
-    autocast = is_autocast_enabled("cuda")
-    reason = _why_not_configured(x, shape, weight, bias, eps is None, centered, autocast)
-    if reason is None:
-        reason = why_watched()
-    if reason is None and x.shape[-len(shape) :] != shape:
-        reason = f"the input's shape {tuple(x.shape)} does not end in {shape}"
-    if reason is None and x.numel() == 0:
-        reason = "the input is empty"
-    if reason is None and not all(a is None or is_dense(a) for a in (weight, bias)):
-        reason = "a parameter is not contiguous"
-    return reason
-
-
 def is_mix_that_torch_refuses(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Return whether torch's LayerNorm takes these types on the CPU but not on CUDA.
 
@@ -143,7 +121,7 @@ def is_mix_that_torch_refuses(x: Tensor, weight: Tensor | None, bias: Tensor | N
     )
 
 
-def why_not_dtype(dtype: torch.dtype) -> str | None:
+def _why_not_dtype(dtype: torch.dtype) -> str | None:
     """Return why inputs of this type go to torch, or None where the kernels take them."""
     return None if dtype in DTYPES else f"{dtype} is not among fp32, fp16 and bf16"
 
@@ -158,7 +136,7 @@ def _configure(
     autocast: bool,
 ) -> Configuration | None:
     """Return the configuration of calls like this one, or None where they are torch's."""
-    if _why_not_configured(x, shape, weight, bias, default_eps, centered, autocast) is not None:
+    if why_not_configured(x, shape, weight, bias, default_eps, centered, autocast) is not None:
         return None
     affine = bias if weight is None else weight
     to_fp32 = autocast and _autocast_lists(centered)
@@ -175,7 +153,7 @@ def _configure(
     )
 
 
-def _why_not_configured(
+def why_not_configured(
     x: Tensor,
     shape: tuple[int, ...],
     weight: Tensor | None,
@@ -184,8 +162,18 @@ def _why_not_configured(
     centered: bool,
     autocast: bool,
 ) -> str | None:
-    """Say what in types, devices and the parameters' shapes is not covered."""
-    reason = why_not_plain(x) or why_not_dtype(x.dtype) or jit.why_unavailable(x.get_device())
+    """Say what in types, devices and the parameters' shapes is not covered, or None.
+
+    Args:
+        x: an input; only its type, layout, dtype and device count.
+        shape: `normalized_shape`.
+        weight: the parameter as it is now, or None.
+        bias: likewise.
+        default_eps: whether eps is None.
+        centered: True for LayerNorm, False for RMSNorm.
+        autocast: whether autocast is on for CUDA.
+    """
+    reason = why_not_plain(x) or _why_not_dtype(x.dtype) or jit.why_unavailable(x.get_device())
     if reason is not None:
         return reason
     if not shape:
@@ -205,7 +193,7 @@ def _why_not_configured(
     if affines and affines[0].dtype != x.dtype:
         mixed = f"the input is {x.dtype} and the parameters {affines[0].dtype}"
         if autocast and _autocast_lists(centered):
-            return why_not_dtype(affines[0].dtype)
+            return _why_not_dtype(affines[0].dtype)
         if not (affines[0].dtype == torch.float32 and x.dtype in HALF_DTYPES):
             return mixed
         if default_eps:  # torch's default then depends on which of its paths is taken
