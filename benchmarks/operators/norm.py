@@ -179,8 +179,8 @@ class Norm(Operator):
         """Return the path that our module takes, by what it leaves in autograd's graph."""
         ours = self._module(self.hfai_class, case, inputs)
         torchs = self._module(self.torch_class, case, inputs)
-        nodes = [type(module(inputs.leaves["x"]).grad_fn) for module in (ours, torchs)]
-        if nodes[0] is not nodes[1]:
+        nodes = [module(inputs.leaves["x"]).grad_fn.name() for module in (ours, torchs)]
+        if nodes[0] != nodes[1]:
             return "hfai"
         path = ours.explain_path()  # type: ignore[operator]
         return f"torch: {path.reason if path.taken == 'torch' else 'for this input'}"

@@ -19,6 +19,7 @@ from hfai.demo.batches import Batch
 from hfai.demo.interrupt import StopRequest
 from hfai.demo.progress import Progress
 from hfai.demo.train import Trainer
+from hfai.kernels.extension import finish_compiling
 from hfai.models import BertMLM
 from hfai.nn import to_hfai, to_torch
 
@@ -116,6 +117,7 @@ def steps_per_block(seconds: float, step_seconds: float) -> int:
 def _warm_up(trainer: Trainer, name: str, batches: Sequence[Batch]) -> float:
     """Let kernels be built and memory be allocated; return the seconds of a step after that."""
     _run_block(trainer, name, batches, WARM_UP_STEPS)
+    finish_compiling()
     return _run_block(trainer, name, batches, 2) / 2
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hfai.doctor.check import Check
 from hfai.doctor.gpu import cuda_runtime, driver, gpus, torch_itself
-from hfai.doctor.kernels import cuda_core, kernel_cache, native_launcher, nvrtc
+from hfai.doctor.kernels import autograd_node, cuda_core, kernel_cache, native_launcher, nvrtc
 from hfai.doctor.operators import operators_on_gpu
 from hfai.doctor.parts import benchmark_peers, demo_plots
 from hfai.doctor.system import compiler, packages, python
@@ -23,6 +23,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     nvrtc,
     native_launcher,
     kernel_cache,
+    autograd_node,
     operators_on_gpu,
     demo_plots,
     benchmark_peers,

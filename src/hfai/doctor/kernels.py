@@ -77,6 +77,23 @@ def native_launcher() -> Check:
     return Check("native launcher", "ok", "built")
 
 
+def autograd_node() -> Check:
+    """Compile the C++ autograd node against this torch, as a first call on a GPU would."""
+    name = "C++ autograd node"
+    found = usable_gpus()
+    if isinstance(found, str) or not found:
+        return Check(name, "missing", "of use with a GPU only: compiled there on first use")
+    from hfai.kernels.layer_norm.autograd import EXTENSION
+
+    if EXTENSION.wait() is not None:
+        return Check(name, "ok", f"compiled for torch {with_version('torch').split()[-1]}")
+    reason = " ".join((EXTENSION.reason or "the compiler did not end").split())
+    detail = f"layers go through Python, some microseconds a call slower: {reason}"
+    return Check(
+        name, "missing", detail, "install g++ 10 or later, or clang++, and Python's headers"
+    )
+
+
 def kernel_cache() -> Check:
     """Check that the directory for compiled kernels can be written."""
     name = "kernel cache"

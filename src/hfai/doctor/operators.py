@@ -51,11 +51,11 @@ def _compare(name: str) -> tuple[float, bool]:
 
     from hfai import nn
 
-    def results(module: torch.nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], type]:
+    def results(module: torch.nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], str]:
         leaf = x.detach().requires_grad_()
         y = module(leaf)
         gradients = torch.autograd.grad(y, [leaf, *module.parameters()], dy.to(y.dtype))
-        return [y, *gradients], type(y.grad_fn)
+        return [y, *gradients], y.grad_fn.name()
 
     torch_class = getattr(torch.nn, name)
     x, dy = torch.randn(2, 300, 1000, device="cuda").unbind()
@@ -71,4 +71,4 @@ def _compare(name: str) -> tuple[float, bool]:
         ((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)
     ]
     worst = math.nan if any(map(math.isnan, errors)) else max(errors)
-    return worst, our_node is not torchs_node
+    return worst, our_node != torchs_node

@@ -47,7 +47,7 @@ def packages() -> Check:
 
 
 def compiler() -> Check:
-    """Look for a C++ compiler: hfai's own build and torch.compile on the CPU use it."""
+    """Look for a C++ compiler: hfai's build, its autograd nodes and torch.compile use it."""
     chosen = os.environ.get("CXX")
     for name in [chosen] if chosen else ["c++", "g++", "clang++"]:
         path = shutil.which(name)
@@ -62,7 +62,7 @@ def compiler() -> Check:
         return Check(
             "C++ compiler", "broken", f"CXX names {chosen}, which is not found", "correct CXX"
         )
-    detail = "none found: only needed to install hfai from source"
+    detail = "none found: hfai's calls on a GPU then cost some microseconds more"
     return Check("C++ compiler", "missing", detail, "install g++ or clang++")
 
 

@@ -145,6 +145,8 @@ class Kernel:
     cluster: int
     resident_blocks: int
     """Blocks that the whole device runs at once."""
+    description: tuple[int, ...]
+    """function, device, block, shared_bytes, cluster, overlap: `Kernel` in native/driver.hpp."""
     owner: Any
     """cuda-core's kernel, which keeps the loaded binary alive."""
 
@@ -199,10 +201,10 @@ def load(
         if error:
             raise RuntimeError(f"{name} could not be loaded onto device {device}: {error}")
     overlap = overlap and device_limits(device).max_cluster > 1  # both came with Hopper
-    launch = functools.partial(
-        _launch(), int(function), device, block, shared_bytes, cluster, overlap
+    description = (int(function), device, block, shared_bytes, cluster, overlap)
+    return Kernel(
+        functools.partial(_launch(), *description), cluster, resident, description, kernel
     )
-    return Kernel(launch, cluster, resident, kernel)
 
 
 def _resident_blocks(kernel: Any, device: int, block: int, shared_bytes: int, cluster: int) -> int:

@@ -1,22 +1,28 @@
-"""The autograd node of LayerNorm and RMSNorm.
+"""The differentiable call of LayerNorm and RMSNorm, and its autograd node.
 
-Written in the ctx style, which costs a sixth of `setup_context` in an eager call, and entered below
-`Function.apply`'s Python wrapper, whose functorch check the caller has made already.
+There are two that do the same work with the same kernels: the one written here, and node.cpp,
+which takes over as soon as it is compiled (`attach`). This one is in the ctx style, which costs a
+sixth of `setup_context` in an eager call, and is entered below `Function.apply`'s Python wrapper,
+whose functorch check the caller has made already.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.cuda import current_device
 from torch.nn import functional as F
 
 from hfai.kernels.coverage import dense, why_not_plain, why_watched
+from hfai.kernels.extension import Extension
 from hfai.kernels.layer_norm import launch
-from hfai.kernels.layer_norm.programs import Configuration
+from hfai.kernels.layer_norm.programs import FEW_ROWS, Configuration
 
 
 class Normalise(Function):
@@ -44,7 +50,7 @@ class Normalise(Function):
         configuration, eps = ctx.constants
         need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
         if torch.is_grad_enabled() or why_watched() or why_not_plain(dy):
-            dx, dweight, dbias = _watched_backward(
+            dx, dweight, dbias = watched_backward(
                 configuration, eps, dy, x, weight, need_dx, need_dweight, need_dbias
             )
         else:
@@ -64,8 +70,68 @@ class Normalise(Function):
 # `Normalise.apply` without the Python wrapper around it.
 apply_normalise: Callable[..., Tensor] = super(Function, Normalise).apply
 
+EXTENSION = Extension("layer_norm/node.cpp", "node")
 
-def _watched_backward(
+
+def attach(configuration: Configuration) -> None:
+    """Give a configuration its `run`: from Python at once, from node.cpp when that is there."""
+    configuration.run = functools.partial(run, configuration)
+
+    def take_over(module: ModuleType) -> None:
+        configuration.run = functools.partial(module.normalise, node_call(module, configuration))
+
+    EXTENSION.request(take_over)
+
+
+def node_call(module: ModuleType, configuration: Configuration) -> object:
+    """Return what node.cpp's `normalise` takes for calls of this configuration."""
+    return module.make_call(
+        configuration,
+        watched_backward,
+        configuration.device,
+        configuration.row_length,
+        FEW_ROWS,
+        configuration.has_weight,
+        configuration.has_bias,
+        configuration.centered,
+        configuration.x_dtype,
+        configuration.y_dtype,
+        configuration.affine_dtype,
+        configuration.shape,
+    )
+
+
+def run(
+    configuration: Configuration,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Normalise the rows of x, dense and not empty, differentiably where that is called for."""
+    if configuration.device != current_device():
+        with torch.cuda.device(configuration.device):
+            return _run(configuration, x, weight, bias, eps)
+    return _run(configuration, x, weight, bias, eps)
+
+
+def _run(
+    configuration: Configuration,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return apply_normalise(x, weight, bias, eps, configuration)
+    return launch.forward(configuration, x, weight, bias, eps, False)[0]
+
+
+def watched_backward(
     configuration: Configuration,
     eps: float,
     dy: Tensor,

@@ -11,13 +11,11 @@ import functools
 import math
 
 import torch
-from torch import Tensor, is_autocast_enabled, is_grad_enabled
-from torch.cuda import current_device
+from torch import Tensor, is_autocast_enabled
 
 from hfai.kernels import jit
 from hfai.kernels.coverage import PLAIN_TYPES, dense, is_dense, why_not_plain, why_watched
-from hfai.kernels.layer_norm import launch
-from hfai.kernels.layer_norm.autograd import apply_normalise
+from hfai.kernels.layer_norm.autograd import attach
 from hfai.kernels.layer_norm.programs import Configuration
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -82,27 +80,7 @@ def normalise(
     ):
         return None
     eps = torch.finfo(torch.float32).eps if eps is None else float(eps)
-    x = dense(x)
-    if configuration.device != current_device():
-        with torch.cuda.device(configuration.device):
-            return _run(configuration, x, weight, bias, eps)
-    return _run(configuration, x, weight, bias, eps)
-
-
-def _run(
-    configuration: Configuration,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Tensor:
-    if is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return apply_normalise(x, weight, bias, eps, configuration)
-    return launch.forward(configuration, x, weight, bias, eps, False)[0]
+    return configuration.run(dense(x), weight, bias, eps)
 
 
 def is_mix_that_torch_refuses(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -140,7 +118,7 @@ def _configure(
         return None
     affine = bias if weight is None else weight
     to_fp32 = autocast and _autocast_lists(centered)
-    return Configuration(
+    configuration = Configuration(
         device=x.get_device(),
         shape=shape,
         row_length=math.prod(shape),
@@ -151,6 +129,8 @@ def _configure(
         has_bias=bias is not None,
         centered=centered,
     )
+    attach(configuration)
+    return configuration
 
 
 def why_not_configured(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from hfai.kernels import jit
 from hfai.kernels.layer_norm import plan
@@ -21,6 +24,20 @@ ADD_PARTIALS_THREADS = 1024
 FEW_ROWS = 128
 # Partial sums of dweight and dbias that the blocks for long rows leave behind.
 LONG_ROW_GROUPS_PER_MULTIPROCESSOR = 4
+LEAST_ROWS_IN_A_GROUP = 32
+
+# What node.cpp calls these programs, and how it reads them: the kind, four numbers that the grid
+# follows from, and each kernel's description.
+FORWARD_KIND, RESIDENT_KIND, FEW_ROWS_KIND, LONG_KIND = range(4)
+NO_KERNEL = (0, 0, 0, 0, 0, 0)
+
+
+def _description(
+    kind: int, numbers: tuple[int, ...], *kernels: jit.Kernel | None
+) -> tuple[int, ...]:
+    padding = (0,) * (4 - len(numbers))
+    described = (NO_KERNEL if kernel is None else kernel.description for kernel in kernels)
+    return (kind, *numbers, *padding, *itertools.chain.from_iterable(described))
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,10 @@ class ForwardProgram:
         """Return the grid that covers so many rows."""
         return -(-rows // self.rows_per_cluster) * self.kernel.cluster
 
+    def description(self) -> tuple[int, ...]:
+        """Return this program as node.cpp reads it."""
+        return _description(FORWARD_KIND, (self.rows_per_cluster,), self.kernel)
+
 
 @dataclass(frozen=True)
 class ResidentBackward:
@@ -45,8 +66,16 @@ class ResidentBackward:
 
     def groups(self, rows: int) -> int:
         """Return how many partial sums the grid leaves: one a block, or cluster of blocks."""
-        resident = max(1, self.kernel.resident_blocks // self.kernel.cluster)
-        return min(resident, -(-rows // self.rows_per_cluster))
+        return min(self._most_groups, -(-rows // self.rows_per_cluster))
+
+    @property
+    def _most_groups(self) -> int:
+        return max(1, self.kernel.resident_blocks // self.kernel.cluster)
+
+    def description(self) -> tuple[int, ...]:
+        """Return this program as node.cpp reads it."""
+        numbers = (self.rows_per_cluster, self._most_groups)
+        return _description(RESIDENT_KIND, numbers, self.kernel, self.add_partials)
 
     def launch(self, stream: int, rows: int, groups: int, *pointers: int) -> None:
         """Launch on a raw stream; the pointers are those of backward.cu, in its order."""
@@ -70,6 +99,11 @@ class FewRowsBackward:
             clusters += -(-rows // self.rows_per_cluster)
         self.kernel.launch(clusters * cluster, stream, *pointers, rows)
 
+    def description(self) -> tuple[int, ...]:
+        """Return this program as node.cpp reads it."""
+        numbers = (self.rows_per_cluster, self.column_blocks)
+        return _description(FEW_ROWS_KIND, numbers, self.kernel)
+
 
 @dataclass(frozen=True)
 class LongBackward:
@@ -83,8 +117,16 @@ class LongBackward:
 
     def groups(self, rows: int) -> int:
         """Return in how many stretches of rows the columns are summed."""
-        wanted = -(-LONG_ROW_GROUPS_PER_MULTIPROCESSOR * self.multiprocessors // self.tiles)
-        return max(1, min(wanted, rows // 32))
+        return max(1, min(self._most_groups, rows // LEAST_ROWS_IN_A_GROUP))
+
+    @property
+    def _most_groups(self) -> int:
+        return -(-LONG_ROW_GROUPS_PER_MULTIPROCESSOR * self.multiprocessors // self.tiles)
+
+    def description(self) -> tuple[int, ...]:
+        """Return this program as node.cpp reads it."""
+        numbers = (LEAST_ROWS_IN_A_GROUP, self._most_groups, self.tiles)
+        return _description(LONG_KIND, numbers, self.dx, self.add_partials, self.columns)
 
     def launch(self, stream: int, rows: int, groups: int, *pointers: int) -> None:
         """Launch on a raw stream; the pointers are those of backward.cu, in its order."""
@@ -109,7 +151,10 @@ class LongBackward:
 Backward: TypeAlias = ResidentBackward | FewRowsBackward | LongBackward
 
 
-@dataclass(frozen=True)
+Run: TypeAlias = Callable[[Tensor, "Tensor | None", "Tensor | None", float], Tensor]
+
+
+@dataclass(eq=False)
 class Configuration:
     """All that fixes which kernels a call takes, and those kernels once they were needed."""
 
@@ -124,8 +169,10 @@ class Configuration:
     has_bias: bool
     centered: bool
     """True for LayerNorm, False for RMSNorm."""
-    _forward: dict[bool, ForwardProgram] = field(default_factory=dict, compare=False)
-    _backward: dict[tuple[bool, ...], Backward] = field(default_factory=dict, compare=False)
+    run: Run = field(init=False, repr=False)
+    """(x, weight, bias, eps) -> y, differentiably: autograd.py's or node.cpp's."""
+    _forward: dict[bool, ForwardProgram] = field(default_factory=dict, repr=False)
+    _backward: dict[tuple[bool, ...], Backward] = field(default_factory=dict, repr=False)
 
     def forward(self, aligned: bool) -> ForwardProgram:
         """Return the forward program; `aligned`: all addresses are multiples of 16 bytes."""
