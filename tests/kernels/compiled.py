@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from dataclasses import dataclass
 
 from hfai.kernels import jit
@@ -19,9 +20,13 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers a thread, bytes spilled, static shared memory in bytes."""
+    """What one kernel takes: registers, bytes of stack and spilled, static shared memory in bytes.
+
+    A stack without spills is an array that the compiler could not keep in registers.
+    """
 
     registers: int
+    stack: int
     spilled: int
     shared: int
 
@@ -37,17 +42,21 @@ class _Log:
 def resources(text: str, architecture: str) -> dict[str, Resources]:
     """Compile a program and return the resources of each kernel in it, by name."""
     log = _Log()
-    jit.compile_to_cubin(text, architecture, cache=False, log=log)
+    # NVRTC keeps binaries too, and says nothing of one that it takes from there.
+    unique = f"__device__ int hfai_{uuid.uuid4().hex};\n"
+    jit.compile_to_cubin(text + unique, architecture, cache=False, log=log)
     assert "warning" not in log.text, log.text
     found = {}
     for part in log.text.split("Compiling entry function '")[1:]:
         used = re.search(r"Used (\d+) registers", part)
+        stack = re.search(r"(\d+) bytes stack frame", part)
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
         shared = re.search(r"(\d+) bytes smem", part)
         assert used is not None, part
+        assert stack is not None, part
         assert spilled is not None, part
         found[part.split("'")[0]] = Resources(
-            int(used[1]), int(spilled[1]), int(shared[1]) if shared else 0
+            int(used[1]), int(stack[1]), int(spilled[1]), int(shared[1]) if shared else 0
         )
     assert found, log.text
     return found

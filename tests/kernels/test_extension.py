@@ -68,7 +68,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that counts its runs in a file and takes its time; returns that file."""
     counter, wrapper = tmp_path / "runs", tmp_path / "c++"
     wrapper.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] || {{ echo run >> {counter}; sleep 1; }}\n'
+        f'#!/bin/sh\n[ "$1" = --version ] || {{ echo run >> {counter}; sleep ${{PAUSE:-1}}; }}\n'
         f'exec {extension.find_compiler()} "$@"\n'
     )
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
@@ -147,9 +147,11 @@ def test_a_process_that_ends_early_leaves_the_binary_behind(
 
 
 def test_a_killed_compiler_leaves_nothing_that_looks_whole_and_is_tried_again(
-    source: str, compilations: Path, cache: Path
+    source: str, compilations: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PAUSE", "60")
     _ask_and_go(source, compilations)
+    monkeypatch.delenv("PAUSE")
     sessions = subprocess.run(
         ["pgrep", "-f", str(Path(source).parent / "c++")], capture_output=True, text=True
     )

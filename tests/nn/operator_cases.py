@@ -86,7 +86,8 @@ class Operator:
     ) -> nn.Module:
         """Build the layer with the same parameters for both classes, none of them 0 or 1."""
         module = self.case.torch_class(*self.case.arguments, **self.case.keywords)
-        generator = torch.Generator().manual_seed(1)
+        module = module.to("cpu")  # under a default device it is elsewhere
+        generator = torch.Generator("cpu").manual_seed(1)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.uniform_(-0.9, 0.9, generator=generator)

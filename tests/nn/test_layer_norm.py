@@ -222,13 +222,13 @@ def test_a_constant_row_gives_the_bias(layer_norm: Build, device: torch.device, 
     assert_same_bits(y.detach(), module.bias.detach().expand(rows, 1000).contiguous())
 
 
-def test_eps_of_zero_makes_a_constant_row_nan_and_no_other(
+def test_eps_of_zero_makes_a_constant_row_non_finite_and_no_other(
     layer_norm: Build, device: torch.device
 ) -> None:
     x = torch.randn(3, 24, device=device)
     x[1] = 7.0
     y = layer_norm(24, eps=0.0, device=device)(x)
-    assert y[1].isnan().all()
+    assert not y[1].isfinite().any()  # NaN, or infinite where the mean is a rounding off
     assert y[[0, 2]].isfinite().all()
 
 

@@ -100,18 +100,26 @@ struct PieceType<16> {
 
 // Loads and stores of whole vectors. ALIGNED says whether the address lies on a multiple of the
 // piece; otherwise elements move one by one (and land in the same places, so that alignment never
-// changes a result). What is read or written once must not push out of the caches what is read by
-// every row, such as a weight: `load_once` and `store_once` mark it as first to be evicted.
+// changes a result). The policies say what the caches should do with what passes through.
 struct KeepInCache {
   template <class Piece>
   static __device__ __forceinline__ Piece load(const Piece* source) {
     return __ldg(source);
   }
+  template <class Piece>
+  static __device__ __forceinline__ void store(Piece* target, Piece value) {
+    *target = value;
+  }
 };
+// First to be evicted: what is read or written once must not push out what every row reads.
 struct EvictFirst {
   template <class Piece>
   static __device__ __forceinline__ Piece load(const Piece* source) {
     return __ldcs(source);
+  }
+  template <class Piece>
+  static __device__ __forceinline__ void store(Piece* target, Piece value) {
+    __stcs(target, value);
   }
 };
 
@@ -139,8 +147,8 @@ __device__ __forceinline__ Vector<T, LENGTH> load_once(const T* source) {
   return load_vector<EvictFirst, ALIGNED, T, LENGTH>(source);
 }
 
-template <bool ALIGNED, class T, int LENGTH>
-__device__ __forceinline__ void store_once(T* target, const float (&value)[LENGTH]) {
+template <class Policy, bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ void store_vector(T* target, const float (&value)[LENGTH]) {
   Vector<T, LENGTH> vector;
   if constexpr (sizeof(T) == 2 && LENGTH % 2 == 0) {
 #pragma unroll
@@ -154,11 +162,20 @@ __device__ __forceinline__ void store_once(T* target, const float (&value)[LENGT
     typedef typename PieceType<Vector<T, LENGTH>::PIECE>::type Piece;
 #pragma unroll
     for (int i = 0; i < Vector<T, LENGTH>::PIECES; ++i)
-      __stcs(reinterpret_cast<Piece*>(target) + i, reinterpret_cast<const Piece*>(&vector)[i]);
+      Policy::store(reinterpret_cast<Piece*>(target) + i,
+                    reinterpret_cast<const Piece*>(&vector)[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < LENGTH; ++i) target[i] = vector.element[i];
   }
+}
+template <bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ void store_once(T* target, const float (&value)[LENGTH]) {
+  store_vector<EvictFirst, ALIGNED, T, LENGTH>(target, value);
+}
+template <bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ void store_kept(T* target, const float (&value)[LENGTH]) {
+  store_vector<KeepInCache, ALIGNED, T, LENGTH>(target, value);
 }
 
 // value * weight + bias, rounded as one fused operation where there are both.
@@ -223,6 +240,20 @@ __device__ __forceinline__ void write_vector(char* base, int vector, const V& va
   for (int p = 0; p < V::PIECES; ++p)
     *reinterpret_cast<Piece*>(piece_at<V, THREADS>(base, vector, p)) =
         reinterpret_cast<const Piece*>(&value)[p];
+}
+
+// The sum of N numbers as a tree: a chain of additions would be N long. (By recursion: loops that
+// halve are not always unrolled, and the array would go to memory.)
+template <int N, int LENGTH>
+__device__ __forceinline__ float tree_sum(float (&value)[LENGTH]) {
+  if constexpr (N == 1) {
+    return value[0];
+  } else {
+    constexpr int HALF = ceil_div(N, 2);
+#pragma unroll
+    for (int i = 0; i < N - HALF; ++i) value[i] += value[i + HALF];
+    return tree_sum<HALF>(value);
+  }
 }
 
 // A barrier among `threads` threads of a block; `id` tells groups apart (0 is __syncthreads' own).
@@ -308,11 +339,12 @@ struct RowSum {
       else
         barrier(1 + slot, LANES);
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) value[i] = partial[0][i];
+      for (int i = 0; i < COUNT; ++i) {
+        float warps[WARPS];
 #pragma unroll
-      for (int warp = 1; warp < WARPS; ++warp)
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) value[i] += partial[warp][i];
+        for (int warp = 0; warp < WARPS; ++warp) warps[warp] = partial[warp][i];
+        value[i] = tree_sum<WARPS>(warps);
+      }
     }
     if constexpr (CLUSTER > 1) {
       float(&partial)[CLUSTER][COUNT] = shared->blocks[turn];

@@ -49,9 +49,11 @@ class HostConfiguration(Configuration):
     """Raised in place of making a program."""
     _functions: list[object] = field(default_factory=list)
 
-    def forward(self, aligned: bool) -> SimpleNamespace:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, aligned: bool, few_rows: bool
+    ) -> SimpleNamespace:
         """Describe the forward function."""
-        self._make(aligned)
+        self._make(aligned, few_rows)
         described = (
             programs.FORWARD_KIND,
             ROWS_PER_CLUSTER,

@@ -172,7 +172,7 @@ def test_programs_are_made_once_for_each_need(node: ModuleType) -> None:
     for _ in range(3):
         for rows in (4, 200):
             layer(torch.randn(rows, *SHAPE).requires_grad_()).sum().backward()
-    assert len(layer.configuration.made) == 3, "forward, few rows, many rows"
+    assert len(layer.configuration.made) == 4, "few rows and many, forward and backward"
 
 
 def test_addresses_that_are_not_multiples_of_16_take_another_program(node: ModuleType) -> None:
@@ -181,7 +181,7 @@ def test_addresses_that_are_not_multiples_of_16_take_another_program(node: Modul
     x = memory[1:].view(5, *SHAPE)
     _assert_close(layer(x), layer.reference(x))
     layer(memory[:-1].view(5, *SHAPE))
-    assert layer.configuration.made == [(False,), (True,)]
+    assert layer.configuration.made == [(False, True), (True, True)]
 
 
 def test_gradients_of_gradients_are_torch_s(node: ModuleType) -> None:
@@ -324,3 +324,49 @@ def test_threads_do_not_disturb_each_other(node: ModuleType) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def _with(layer: Layer, **changed: Tensor) -> Layer:
+    for name, tensor in changed.items():
+        setattr(layer, name, tensor)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "what", ["short rows", "no rows", "weight's shape", "bias's strides", "nested", "too few"]
+)
+@pytest.mark.parametrize("through", ["node.cpp", "Python"])
+def test_tensors_that_do_not_fit_are_torch_s(node: ModuleType, what: str, through: str) -> None:
+    layer, x = Layer(node), torch.randn(5, *SHAPE)
+    if what == "short rows":
+        x = torch.randn(5, 2, 3)
+    elif what == "no rows":
+        x = torch.randn(0, *SHAPE)
+    elif what == "too few":
+        x = torch.randn(4)
+    elif what == "weight's shape":
+        _with(layer, weight=torch.randn(8))
+    elif what == "bias's strides":
+        _with(layer, bias=torch.randn(4, 2).t())
+    else:
+        x = torch.nested.nested_tensor([x, x[:2]])
+    if through == "Python":
+        assert autograd.run(layer.configuration, x, layer.weight, layer.bias, 1e-5) is None
+    else:
+        assert layer(x) is None
+    assert layer.configuration.calls == []
+
+
+@pytest.mark.parametrize("which", ["transposed", "expanded", "negative"])
+def test_an_input_of_any_layout_is_read_rightly(node: ModuleType, which: str) -> None:
+    layer = Layer(node)
+    x = {
+        "expanded": torch.randn(1, 2, 1).expand(5, *SHAPE),
+        "transposed": torch.randn(4, 2, 5).transpose(0, 2),
+        "negative": torch.randn(5, *SHAPE, dtype=torch.complex64).conj().imag,
+    }[which]
+    x = x.detach().requires_grad_()
+    y, expected = layer(x), layer.reference(x)
+    _assert_close(y, expected)
+    dy = torch.randn(5, *SHAPE)
+    _assert_close(_gradients(y, dy, [x])[0], _gradients(expected, dy, [x])[0])

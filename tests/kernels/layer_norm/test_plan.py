@@ -34,6 +34,30 @@ def test_forward_threads_hold_the_whole_row_and_no_more_than_registers_take(
     assert layout.threads <= 1024
     assert layout.threads % layout.lanes == 0
     assert layout.cluster <= limits.max_cluster
+    assert layout.groups == 1
+
+
+@given(LENGTHS, BYTES, DEVICE)
+def test_a_row_s_sums_have_one_order_whether_rows_are_few_or_many(
+    length: int, sizes: tuple[int, int], limits: plan.DeviceLimits
+) -> None:
+    many = plan.forward_plan(length, *sizes, limits)
+    few = plan.forward_plan(length, *sizes, limits, few_rows=True)
+    assert (many is None) == (few is None)
+    if many is None or few is None:
+        return
+    assert (few.vector, few.lanes, few.cluster) == (many.vector, many.lanes, many.cluster)
+    assert few.threads % few.lanes == 0
+    assert few.threads % 32 == 0
+    assert few.lanes * few.groups <= few.threads <= 1024
+    # RowSum: a block has 16 barriers, of which slots of more than a warp take one each.
+    assert few.lanes <= 32 or few.threads // few.lanes < 16
+    per_lane = -(-length // (few.vector * few.lanes * few.cluster))
+    assert few.groups <= per_lane
+    if few.groups > 1:
+        assert few.cluster == 1
+        exchanged = 3 * 4 * per_lane * few.lanes  # of one and of two sums a vector, in fp32
+        assert exchanged + plan.SHARED_BYTES_RESERVED <= 48 * 1024
 
 
 @given(LENGTHS, BYTES, DEVICE, st.sampled_from([0, 2, 4]), st.booleans())

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.cuda import current_device
 from torch.nn import functional as F
 
-from hfai.kernels.coverage import dense, why_not_plain, why_watched
+from hfai.kernels.coverage import dense, is_dense, why_not_plain, why_watched
 from hfai.kernels.extension import Extension
 from hfai.kernels.layer_norm import launch
 from hfai.kernels.layer_norm.programs import FEW_ROWS, Configuration
@@ -107,12 +107,40 @@ def run(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-) -> Tensor:
-    """Normalise the rows of x, dense and not empty, differentiably where that is called for."""
+) -> Tensor | None:
+    """Normalise the rows of x, differentiably where that is called for; None where they don't fit.
+
+    The tensors' types, x's device and their dtypes are the configuration's.
+    """
+    if not fits(configuration, x, weight, bias):
+        return None
+    x = dense(x)
     if configuration.device != current_device():
         with torch.cuda.device(configuration.device):
             return _run(configuration, x, weight, bias, eps)
     return _run(configuration, x, weight, bias, eps)
+
+
+def fits(
+    configuration: Configuration, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> bool:
+    """Return whether shapes and layouts are what the kernels take (node.cpp asks the same)."""
+    shape = configuration.shape
+    return (
+        not x.is_nested
+        and x.layout is torch.strided
+        and x.shape[-len(shape) :] == shape
+        and x.numel() != 0
+        and all(
+            affine is None
+            or (
+                affine.shape == shape
+                and affine.get_device() == configuration.device
+                and is_dense(affine)
+            )
+            for affine in (weight, bias)
+        )
+    )
 
 
 def _run(

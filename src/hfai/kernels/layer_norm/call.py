@@ -1,8 +1,8 @@
 """Which calls of LayerNorm and RMSNorm the kernels cover, and how such a call is made.
 
-What can be said of a call without looking at its data, its types, shapes and devices, is looked up
-in a table of configurations; a miss asks `why_not_configured` and remembers the answer. The rest
-(modes, an input of the wrong shape) is checked every time.
+What types, the input's device and `normalized_shape` decide is looked up in a table of
+configurations; a miss asks `why_not_configured` and remembers the answer. The rest (modes, an input
+or a parameter of the wrong shape or layout) is checked every time, by what runs the call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, is_autocast_enabled
 
 from hfai.kernels import jit
-from hfai.kernels.coverage import PLAIN_TYPES, dense, is_dense, why_not_plain, why_watched
+from hfai.kernels.coverage import PLAIN_TYPES, why_not_plain, why_watched
 from hfai.kernels.layer_norm.autograd import attach
 from hfai.kernels.layer_norm.programs import Configuration
 
@@ -54,12 +54,10 @@ def normalise(
     autocast = is_autocast_enabled("cuda")
     key = (
         x.dtype,
-        x.layout,
-        x.is_nested,
         x.get_device(),
         shape,
-        None if weight is None else (type(weight), weight.dtype, weight.get_device(), weight.shape),
-        None if bias is None else (type(bias), bias.dtype, bias.get_device(), bias.shape),
+        None if weight is None else (type(weight), weight.dtype),
+        None if bias is None else (type(bias), bias.dtype),
         eps is None,
         centered,
         autocast,
@@ -67,20 +65,15 @@ def normalise(
     try:
         configuration = _configurations[key]
     except KeyError:
+        if why_not_fitting(x, shape, weight, bias) is not None:
+            return None  # says nothing of the next call with this key
         configuration = _configurations[key] = _configure(
             x, shape, weight, bias, eps is None, centered, autocast
         )
-    if (
-        configuration is None
-        or x.shape[-len(shape) :] != shape
-        or why_watched() is not None
-        or x.numel() == 0
-        or not (weight is None or is_dense(weight))
-        or not (bias is None or is_dense(bias))
-    ):
+    if configuration is None or why_watched() is not None:
         return None
     eps = torch.finfo(torch.float32).eps if eps is None else float(eps)
-    return configuration.run(dense(x), weight, bias, eps)
+    return configuration.run(x, weight, bias, eps)
 
 
 def is_mix_that_torch_refuses(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -164,12 +157,11 @@ def why_not_configured(
     for affine in affines:
         if type(affine) not in PLAIN_TYPES:
             return f"a parameter is a {type(affine).__name__}, a tensor subclass"
-        if affine.get_device() != x.get_device():
-            return f"a parameter is on {affine.device} and the input on {x.device}"
-        if affine.shape != shape:
-            return f"a parameter has shape {tuple(affine.shape)}, not normalized_shape {shape}"
         if affine.dtype != affines[0].dtype:
             return f"weight is {affines[0].dtype} and bias is {affine.dtype}"
+    reason = why_not_fitting(x, shape, weight, bias)
+    if reason is not None:
+        return reason
     if affines and affines[0].dtype != x.dtype:
         mixed = f"the input is {x.dtype} and the parameters {affines[0].dtype}"
         if autocast and _autocast_lists(centered):
@@ -178,6 +170,22 @@ def why_not_configured(
             return mixed
         if default_eps:  # torch's default then depends on which of its paths is taken
             return f"{mixed}, with eps=None"
+    return None
+
+
+def why_not_fitting(
+    x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None
+) -> str | None:
+    """Say what of this call's tensors does not fit, types aside, or None."""
+    if x.is_nested or x.layout is not torch.strided:
+        return "the tensor is nested or sparse"
+    for affine in (weight, bias):
+        if affine is None:
+            continue
+        if affine.get_device() != x.get_device():
+            return f"a parameter is on {affine.device} and the input on {x.device}"
+        if affine.shape != shape:
+            return f"a parameter has shape {tuple(affine.shape)}, not normalized_shape {shape}"
     return None
 
 

@@ -48,7 +48,7 @@ def forward(
     weight_pointer = 0 if weight is None else weight.data_ptr()
     bias_pointer = 0 if bias is None else bias.data_ptr()
     aligned = (x_pointer | y_pointer | weight_pointer | bias_pointer) & 15 == 0
-    program = configuration.forward(aligned)
+    program = configuration.forward(aligned, rows <= FEW_ROWS)
     program.kernel.launch(
         program.blocks(rows),
         torch._C._cuda_getCurrentRawStream(configuration.device),

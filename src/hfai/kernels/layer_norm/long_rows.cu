@@ -4,8 +4,8 @@
 // time from the L2 cache where the rows in flight fit there; dweight and dbias take a reading of
 // their own, in tiles of columns, since no block can keep a whole row of sums.
 //
-// plan.py sets: ROW_LENGTH VECTOR THREADS ALIGNED CENTERED HAS_WEIGHT HAS_BIAS NEED_DWEIGHT NEED_DBIAS
-//               X Y W
+// plan.py sets: ROW_LENGTH VECTOR THREADS STRIPS ALIGNED CENTERED HAS_WEIGHT HAS_BIAS
+//               NEED_DWEIGHT NEED_DBIAS  X Y W
 
 constexpr int VECTORS = ROW_LENGTH / VECTOR;
 constexpr int UNROLL = larger(1, 16 / VECTOR);  // vectors in flight, and in one step of the moments
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   };
 
   float sums[CENTERED ? 2 : 1] = {};
-#pragma unroll 4
+#pragma unroll 8
   for (int v = threadIdx.x; v < VECTORS; v += THREADS) {
     float xhat[VECTOR], g[VECTOR];
     xhat_and_g(v, xhat, g);
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   sum(sums);
   const float along_xhat = sums[0] * (1.0f / ROW_LENGTH);
   const float along_one = CENTERED ? sums[CENTERED ? 1 : 0] * (1.0f / ROW_LENGTH) : 0.0f;
-#pragma unroll 2
+#pragma unroll 4
   for (int v = threadIdx.x; v < VECTORS; v += THREADS) {
     float xhat[VECTOR], g[VECTOR], out[VECTOR];
     xhat_and_g(v, xhat, g);

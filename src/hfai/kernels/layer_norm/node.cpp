@@ -72,7 +72,7 @@ struct Call {
   bool has_weight, has_bias, centered;
   at::ScalarType x_type, y_type, affine_type;
   std::vector<int64_t> shape;
-  Program forward[2];
+  Program forward[4];
   Program backward[32];
   ~Call() {
     Py_XDECREF(configuration);
@@ -168,9 +168,10 @@ Tensor run_forward(Call &call, const Tensor &x, const Tensor &weight, const Tens
   char *const pw = address(weight), *const pb = address(bias);
   const auto [mean, rstd] = mean_and_rstd(call, statistics ? *statistics : Tensor(), rows);
   const bool aligned = all_aligned(px, py, pw, pb);
-  Program &program = call.forward[aligned];
+  const int flags = aligned | (rows <= call.few_rows) << 1;
+  Program &program = call.forward[flags];
   if (!program.made.load(std::memory_order_acquire))
-    make(program, call.configuration, "forward", aligned, 1);
+    make(program, call.configuration, "forward", flags, 2);
   const Kernel &kernel = program.kernels[0];
   const int64_t grid = divide_up(rows, program.numbers[0]) * kernel.cluster;
   launch(kernel, grid, current_stream(call.device), px, pw, pb, py, mean, rstd,
@@ -243,22 +244,28 @@ Gradients run_backward(Call &call, const Tensor &dy, const Tensor &x, const Tens
   return gradients;
 }
 
-// Whether a kernel may read dy: memory of its own, and nothing that watches torch's operators. (A
-// sign kept aside as a bit is resolved before.)
-// The keys are those of a plain tensor; everything else that torch builds on dispatch adds one.
-bool may_launch(const Tensor &dy) {
+// Whether a kernel may read a tensor: memory of its own, row by row. The keys are those of a plain
+// tensor; everything else that torch builds on dispatch (nested and sparse tensors, functorch's, a
+// sign kept aside as a bit) has another.
+bool is_plain(const Tensor &tensor) {
   constexpr c10::DispatchKeySet plain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
                                        c10::DispatchKey::ADInplaceOrView,
                                        c10::DispatchKey::AutogradCPU,
                                        c10::DispatchKey::AutogradCUDA,
                                        c10::DispatchKey::AutocastCPU,
                                        c10::DispatchKey::AutocastCUDA});
+  return (tensor.key_set().raw_repr() & ~plain.raw_repr()) == 0 &&
+         tensor.layout() == at::kStrided;
+}
+
+// Whether a kernel may read dy in this backward pass: nothing watches torch's operators.
+bool may_launch(const Tensor &dy) {
   constexpr c10::DispatchKeySet watching({c10::DispatchKey::Python,
                                           c10::DispatchKey::PythonDispatcher,
                                           c10::DispatchKey::Functionalize,
                                           c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                           c10::DispatchKey::FuncTorchDynamicLayerBackMode});
-  return (dy.key_set().raw_repr() & ~plain.raw_repr()) == 0 && dy.layout() == at::kStrided &&
+  return is_plain(dy) &&
          (c10::impl::tls_local_dispatch_key_set().included_ & watching).empty() &&
          !dy._fw_grad(0).defined();
 }
@@ -347,7 +354,35 @@ Tensor tensor_or_none(PyObject *object) {
   return THPVariable_Unpack(object);
 }
 
-// normalise(call, x, weight, bias, eps) -> y
+// Whether shapes and layouts are what the kernels take (`fits` in autograd.py asks the same).
+bool affine_fits(const Call &call, const Tensor &affine) {
+  return !affine.defined() || (is_plain(affine) && affine.sizes() == call.shape &&
+                               affine.device() == device_of(call) && affine.is_contiguous());
+}
+
+bool x_fits(const Call &call, const Tensor &x) {
+  const size_t dimensions = call.shape.size();
+  return is_plain(x) && x.sizes().size() >= dimensions &&
+         x.sizes().slice(x.sizes().size() - dimensions) == call.shape && x.numel() != 0;
+}
+
+// y, or an undefined tensor where the call is torch's.
+Tensor run(Call &call, const Tensor &given, const Tensor &weight, const Tensor &bias, double eps) {
+  Tensor x = given.is_neg() ? given.resolve_neg() : given;
+  if (!x_fits(call, x) || !affine_fits(call, weight) || !affine_fits(call, bias)) return Tensor();
+  const c10::DeviceGuard device(device_of(call));
+  x = x.contiguous();
+  const auto needs = [](const Tensor &t) { return t.defined() && t.requires_grad(); };
+  if (!c10::GradMode::is_enabled() || !(needs(x) || needs(weight) || needs(bias)))
+    return run_forward(call, x, weight, bias, eps, nullptr);
+  const auto optional = [](const Tensor &t) {
+    return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
+  };
+  return Normalise::apply(x, optional(weight), optional(bias), reinterpret_cast<int64_t>(&call),
+                          eps);
+}
+
+// normalise(call, x, weight, bias, eps) -> y, or None where a tensor does not fit
 PyObject *normalise(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 5, "normalise takes 5 arguments, got ", count);
@@ -358,20 +393,11 @@ PyObject *normalise(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
   const Tensor bias = tensor_or_none(arguments[3]);
   const double eps = PyFloat_AsDouble(arguments[4]);
   if (eps == -1.0 && PyErr_Occurred()) return nullptr;
+  TORCH_CHECK_TYPE(x.defined(), "expected a tensor for x, got None");
   Tensor y;
   {
     WithoutGil no_gil;
-    const c10::DeviceGuard device(device_of(*call));
-    const auto needs = [](const Tensor &t) { return t.defined() && t.requires_grad(); };
-    if (c10::GradMode::is_enabled() && (needs(x) || needs(weight) || needs(bias))) {
-      const auto optional = [](const Tensor &t) {
-        return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
-      };
-      y = Normalise::apply(x, optional(weight), optional(bias), reinterpret_cast<int64_t>(call),
-                           eps);
-    } else {
-      y = run_forward(*call, x, weight, bias, eps, nullptr);
-    }
+    y = run(*call, x, weight, bias, eps);
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS

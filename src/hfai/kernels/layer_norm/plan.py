@@ -13,6 +13,11 @@ from dataclasses import asdict, dataclass
 from hfai.kernels.jit import DeviceLimits
 
 LONG_ROW_THREADS = 512
+# Of weight, and of bias, that a thread asks for together with x.
+EARLY_BYTES = 64
+# The same where rows are few, and how many threads of a block then share the vectors of its lanes.
+FEW_ROWS_THREADS = 128
+FEW_ROWS_EARLY_BYTES = 256
 # What a multiprocessor keeps for itself of each block's shared memory, and static arrays.
 SHARED_BYTES_RESERVED = 4096
 
@@ -25,11 +30,13 @@ class ForwardPlan:
     lanes: int
     threads: int
     cluster: int
+    groups: int
+    early_bytes: int
 
     @property
     def rows_per_cluster(self) -> int:
         """Rows that one block, or one cluster of blocks, takes."""
-        return self.threads // self.lanes
+        return 1 if self.groups > 1 else self.threads // self.lanes
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
@@ -78,38 +85,67 @@ def vector_length(row_length: int, *element_bytes: int) -> int:
     return length
 
 
+def strips(vector: int) -> int:
+    """Return how many vectors of columns a thread of columns.cuh takes, for long rows."""
+    return max(1, 2 // vector)
+
+
 def forward_plan(
-    row_length: int, x_bytes: int, y_bytes: int, limits: DeviceLimits
+    row_length: int, x_bytes: int, y_bytes: int, limits: DeviceLimits, few_rows: bool = False
 ) -> ForwardPlan | None:
     """Lay out the forward pass; None where `long_rows.cu` takes it.
 
-    Short rows belong to a part of a warp, two vectors a thread; longer ones to a warp, then to a
-    block, with up to 64 elements a thread: many bytes in flight and short chains of sums.
+    Short rows belong to a part of a warp, two or three vectors a thread; longer ones to a warp,
+    then to a block, with up to 64 elements a thread: many bytes in flight and short chains of sums.
+
+    Args:
+        row_length: elements in a row.
+        x_bytes: size of an element of x.
+        y_bytes: size of an element of y.
+        limits: the device's.
+        few_rows: whether the time of a single row counts. More threads then share a lane's vectors;
+            which lane holds what of a row stays the same, and so do the bits of y.
     """
     vector = vector_length(row_length, x_bytes, y_bytes)
+    lanes_and_more = _forward_lanes(row_length, vector, row_length * x_bytes, limits)
+    if lanes_and_more is None:
+        return None
+    lanes, threads, cluster = lanes_and_more
+    per_lane = -(-row_length // (vector * lanes * cluster))
+    if few_rows and cluster == 1:
+        groups = max(1, min(per_lane, FEW_ROWS_THREADS // lanes))
+        threads = 32 * -(-lanes * groups // 32)
+        early_bytes = FEW_ROWS_EARLY_BYTES if threads <= 256 else EARLY_BYTES
+        return ForwardPlan(vector, lanes, threads, cluster, groups, early_bytes)
+    return ForwardPlan(vector, lanes, threads, cluster, 1, EARLY_BYTES)
+
+
+def _forward_lanes(
+    row_length: int, vector: int, row_bytes: int, limits: DeviceLimits
+) -> tuple[int, int, int] | None:
+    """Return lanes of a row, threads of a block and blocks of a cluster, for many rows."""
     vectors = row_length // vector
-    row_bytes = row_length * x_bytes
     if row_length > 32768 and row_bytes <= 2**17:
         return None  # half-precision rows that the L2 cache holds: two readings are faster
     if vectors <= 64:
-        lanes = max(1, min(32, _power_of_two_from(vectors) // 2))
-        return ForwardPlan(vector, lanes, 64, 1)
+        two, four = (max(1, min(32, _power_of_two_from(vectors) // share)) for share in (2, 4))
+        fewer_idle = -(-vectors // four) * four < -(-vectors // two) * two
+        return four if fewer_idle else two, 64, 1
     if row_bytes < 3072:
-        return ForwardPlan(vector, 32, 128, 1)
-    if row_bytes <= 2**14:
-        lanes = min(256, 32 * -(-vectors // 64))
-        return ForwardPlan(vector, lanes, lanes, 1)
-    if row_bytes <= 2**15:
-        return ForwardPlan(vector, 512, 512, 1)
+        return 32, 64, 1
+    if row_length <= 32768 and row_bytes <= 2**15:
+        most = 256 if row_bytes <= 2**14 or vector == 8 else 512
+        lanes = min(most, 32 * -(-vectors // (128 if vector == 8 else 64)))
+        return lanes, lanes, 1
     if row_length <= 32768:
         lanes = max(256, _power_of_two_from(-(-row_length // 64)))
-        return ForwardPlan(vector, lanes, lanes, 1)
+        return lanes, lanes, 1
     # 1024 threads spill a little; where elements are loaded one at a time that costs less than
     # twice the blocks.
     longest = 1024 if vector == 1 else 512
     lanes = 256 if row_length <= 65536 else longest
     cluster = _power_of_two_from(-(-row_length // (64 * lanes)))
-    return None if cluster > limits.max_cluster else ForwardPlan(vector, lanes, lanes, cluster)
+    return None if cluster > limits.max_cluster else (lanes, lanes, cluster)
 
 
 def backward_plan(

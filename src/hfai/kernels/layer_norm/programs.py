@@ -20,7 +20,7 @@ LONG_ROWS = ["layer_norm/columns.cuh", "layer_norm/long_rows.cu"]
 ADD_PARTIALS = ["layer_norm/column_sums.cu"]
 
 ADD_PARTIALS_THREADS = 1024
-# Up to here backward is one launch.
+# Up to here the time of a single row counts, and backward is one launch.
 FEW_ROWS = 128
 # Partial sums of dweight and dbias that the blocks for long rows leave behind.
 LONG_ROW_GROUPS_PER_MULTIPROCESSOR = 4
@@ -151,7 +151,7 @@ class LongBackward:
 Backward: TypeAlias = ResidentBackward | FewRowsBackward | LongBackward
 
 
-Run: TypeAlias = Callable[[Tensor, "Tensor | None", "Tensor | None", float], Tensor]
+Run: TypeAlias = Callable[[Tensor, "Tensor | None", "Tensor | None", float], "Tensor | None"]
 
 
 @dataclass(eq=False)
@@ -170,15 +170,22 @@ class Configuration:
     centered: bool
     """True for LayerNorm, False for RMSNorm."""
     run: Run = field(init=False, repr=False)
-    """(x, weight, bias, eps) -> y, differentiably: autograd.py's or node.cpp's."""
-    _forward: dict[bool, ForwardProgram] = field(default_factory=dict, repr=False)
+    """(x, weight, bias, eps) -> y, differentiably: autograd.py's or node.cpp's. It returns None
+    where a tensor does not fit (`autograd.fits`): the call is torch's then."""
+    _forward: dict[tuple[bool, ...], ForwardProgram] = field(default_factory=dict, repr=False)
     _backward: dict[tuple[bool, ...], Backward] = field(default_factory=dict, repr=False)
 
-    def forward(self, aligned: bool) -> ForwardProgram:
-        """Return the forward program; `aligned`: all addresses are multiples of 16 bytes."""
-        program = self._forward.get(aligned)
+    def forward(self, aligned: bool, few_rows: bool) -> ForwardProgram:
+        """Return the forward program.
+
+        Args:
+            aligned: all addresses are multiples of 16 bytes.
+            few_rows: at most `FEW_ROWS` of them.
+        """
+        key = (aligned, few_rows)
+        program = self._forward.get(key)
         if program is None:
-            program = self._forward[aligned] = self._make_forward(aligned)
+            program = self._forward[key] = self._make_forward(*key)
         return program
 
     def backward(
@@ -210,14 +217,16 @@ class Configuration:
             "HAS_WEIGHT": self.has_weight,
         }
 
-    def _make_forward(self, aligned: bool) -> ForwardProgram:
+    def _make_forward(self, aligned: bool, few_rows: bool) -> ForwardProgram:
         x_bytes, y_bytes = self.x_dtype.itemsize, self.y_dtype.itemsize
-        layout = plan.forward_plan(
-            self.row_length, x_bytes, y_bytes, jit.device_limits(self.device)
-        )
+        limits = jit.device_limits(self.device)
+        layout = plan.forward_plan(self.row_length, x_bytes, y_bytes, limits, few_rows)
+        if few_rows and layout == plan.forward_plan(self.row_length, x_bytes, y_bytes, limits):
+            return self.forward(aligned, False)
         constants = self._constants(aligned) | {"HAS_BIAS": self.has_bias}
         if layout is None:
-            text = self._long_rows(constants | {"NEED_DWEIGHT": False, "NEED_DBIAS": False})
+            unused = {"NEED_DWEIGHT": False, "NEED_DBIAS": False, "STRIPS": 1}
+            text = self._long_rows(constants | unused)
             return ForwardProgram(self._load_long(text, "forward_long"), 1)
         text = jit.program_text(FORWARD, constants | layout.constants(), self._types())
         kernel = jit.load(
@@ -246,7 +255,9 @@ class Configuration:
             "NEED_DBIAS": need_dbias,
         }
         vector = plan.vector_length(*sizes[:3])
-        tiles = -(-self.row_length // (32 * vector))  # of columns.cuh
+        strips = 1 if layout is not None else plan.strips(vector)
+        tiles = -(-self.row_length // (32 * vector * strips))
+        constants["STRIPS"] = strips
         if layout is not None:
             constants |= {"NEED_DX": need_dx, "FEW_ROWS": few_rows, **layout.constants()}
             kernel = jit.load(
