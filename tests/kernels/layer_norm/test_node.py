@@ -293,8 +293,10 @@ def test_an_error_in_making_a_program_reaches_the_caller_and_passes(
 
 def test_arguments_of_the_wrong_kind_are_a_type_error(node: ModuleType) -> None:
     layer = Layer(node)
+    with pytest.raises(TypeError, match="expected a tensor, got NoneType"):
+        node.normalise(layer.call, None, None, None, 1e-5)
     with pytest.raises(TypeError, match="expected a tensor or None, got str"):
-        node.normalise(layer.call, "x", None, None, 1e-5)
+        node.normalise(layer.call, torch.ones(5, *SHAPE), "weight", None, 1e-5)
     with pytest.raises(TypeError, match="5 arguments"):
         node.normalise(layer.call)
     with pytest.raises(ValueError, match="PyCapsule"):

@@ -96,7 +96,8 @@ void make(Program &program, PyObject *configuration, const char *method, int fla
   constexpr Py_ssize_t length = 5 + 3 * per_kernel;
   int64_t numbers[length] = {};
   const Py_ssize_t given = PyTuple_Size(description.object);
-  TORCH_CHECK(given >= 5 && given <= length, "a program's description has ", given, " numbers");
+  if (given < 5 || given > length)
+    throw std::runtime_error("a program's description has the wrong length");
   for (Py_ssize_t i = 0; i < given; ++i)
     numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(description.object, i));
   if (PyErr_Occurred()) {
@@ -121,11 +122,12 @@ void *current_stream(int device) {
   static const Function function = [] {
     void *library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
     void *symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    TORCH_CHECK(symbol, "torch's library has no aoti_torch_get_current_cuda_stream");
+    if (!symbol)
+      throw std::runtime_error("torch's library has no aoti_torch_get_current_cuda_stream");
     return reinterpret_cast<Function>(symbol);
   }();
   void *stream = nullptr;
-  TORCH_CHECK(function(device, &stream) == 0, "torch names no current stream for cuda:", device);
+  if (function(device, &stream) != 0) throw std::runtime_error("torch names no current stream");
   return stream;
 }
 
@@ -347,11 +349,18 @@ Call *call_of(PyObject *capsule) {
   return static_cast<Call *>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
-Tensor tensor_or_none(PyObject *object) {
-  if (object == Py_None) return Tensor();
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "expected a tensor or None, got ",
-                   Py_TYPE(object)->tp_name);
-  return THPVariable_Unpack(object);
+// Read a tensor, or None where that is allowed; false with a Python error set where it is neither.
+// (Errors of ours are raised through Python and never as torch's exceptions: formatting a number into
+// one has been seen to crash where this file's C++ library is newer than torch's.)
+bool read_tensor(PyObject *object, bool or_none, Tensor &tensor) {
+  if (object == Py_None && or_none) return true;
+  if (!THPVariable_Check(object)) {
+    PyErr_Format(PyExc_TypeError, "expected a tensor%s, got %s", or_none ? " or None" : "",
+                 Py_TYPE(object)->tp_name);
+    return false;
+  }
+  tensor = THPVariable_Unpack(object);
+  return true;
 }
 
 // Whether shapes and layouts are what the kernels take (`fits` in autograd.py asks the same).
@@ -385,15 +394,17 @@ Tensor run(Call &call, const Tensor &given, const Tensor &weight, const Tensor &
 // normalise(call, x, weight, bias, eps) -> y, or None where a tensor does not fit
 PyObject *normalise(PyObject *, PyObject *const *arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 5, "normalise takes 5 arguments, got ", count);
+  if (count != 5) {
+    PyErr_Format(PyExc_TypeError, "normalise takes 5 arguments, got %zd", count);
+    return nullptr;
+  }
   Call *call = call_of(arguments[0]);
-  if (!call) return nullptr;
-  const Tensor x = tensor_or_none(arguments[1]);
-  const Tensor weight = tensor_or_none(arguments[2]);
-  const Tensor bias = tensor_or_none(arguments[3]);
+  Tensor x, weight, bias;
+  if (!call || !read_tensor(arguments[1], false, x) || !read_tensor(arguments[2], true, weight) ||
+      !read_tensor(arguments[3], true, bias))
+    return nullptr;
   const double eps = PyFloat_AsDouble(arguments[4]);
   if (eps == -1.0 && PyErr_Occurred()) return nullptr;
-  TORCH_CHECK_TYPE(x.defined(), "expected a tensor for x, got None");
   Tensor y;
   {
     WithoutGil no_gil;

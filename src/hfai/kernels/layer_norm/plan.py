@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from hfai.kernels.jit import DeviceLimits
 
 LONG_ROW_THREADS = 512
-# Of weight, and of bias, that a thread asks for together with x.
+# Of weight, and of bias, that a thread asks for together with x; and the same where rows are few.
 EARLY_BYTES = 64
-# The same where rows are few, and how many threads of a block then share the vectors of its lanes.
-FEW_ROWS_THREADS = 128
 FEW_ROWS_EARLY_BYTES = 256
+MOST_BYTES_EXCHANGED = 40 * 1024  # of the 48 KiB of static shared memory
 # What a multiprocessor keeps for itself of each block's shared memory, and static arrays.
 SHARED_BYTES_RESERVED = 4096
 
@@ -112,12 +111,19 @@ def forward_plan(
         return None
     lanes, threads, cluster = lanes_and_more
     per_lane = -(-row_length // (vector * lanes * cluster))
+    early_bytes = 16 if vector == 8 and lanes >= 128 else EARLY_BYTES
+    groups = 1
     if few_rows and cluster == 1:
-        groups = max(1, min(per_lane, FEW_ROWS_THREADS // lanes))
+        exchanged = 3 * 4 * per_lane * lanes  # bytes: one sum a vector, then two
+        if lanes <= 64:
+            groups = min(per_lane, 4 if lanes <= 32 else 2)
+        elif per_lane >= 8:
+            groups = 2
+        if exchanged > MOST_BYTES_EXCHANGED:
+            groups = 1
         threads = 32 * -(-lanes * groups // 32)
         early_bytes = FEW_ROWS_EARLY_BYTES if threads <= 256 else EARLY_BYTES
-        return ForwardPlan(vector, lanes, threads, cluster, groups, early_bytes)
-    return ForwardPlan(vector, lanes, threads, cluster, 1, EARLY_BYTES)
+    return ForwardPlan(vector, lanes, threads, cluster, groups, early_bytes)
 
 
 def _forward_lanes(
@@ -133,9 +139,11 @@ def _forward_lanes(
         return four if fewer_idle else two, 64, 1
     if row_bytes < 3072:
         return 32, 64, 1
+    if vector == 8 and row_bytes <= 2**14:
+        lanes = min(128, 32 * -(-vectors // 128))
+        return lanes, 256 if lanes == 128 else lanes, 1
     if row_length <= 32768 and row_bytes <= 2**15:
-        most = 256 if row_bytes <= 2**14 or vector == 8 else 512
-        lanes = min(most, 32 * -(-vectors // (128 if vector == 8 else 64)))
+        lanes = min(256, 32 * -(-vectors // (128 if vector == 8 else 64)))
         return lanes, lanes, 1
     if row_length <= 32768:
         lanes = max(256, _power_of_two_from(-(-row_length // 64)))
