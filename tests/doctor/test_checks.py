@@ -56,7 +56,9 @@ def test_the_cache_that_is_checked_is_the_one_that_kernels_use(
 ) -> None:
     monkeypatch.setenv("HFAI_CACHE_DIR", str(tmp_path / "cache"))
     assert kernel_cache().detail == f"{jit.cache_directory()} (HFAI_CACHE_DIR), made on first use"
+    jit._disk_cache.cache_clear()
     jit.compile_to_cubin('extern "C" __global__ void nothing() {}', "sm_90")
+    jit._disk_cache.cache_clear()
     check = kernel_cache()
     assert check.status == "ok"
     assert "MiB" in check.detail

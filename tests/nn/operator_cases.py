@@ -102,7 +102,7 @@ class Operator:
         seed: int = 2,
     ) -> tuple[Tensor, ...]:
         """Draw inputs: the same ones for both classes and for every device."""
-        drawn = self.case.draw(torch.Generator().manual_seed(seed))
+        drawn = self.case.draw(torch.Generator("cpu").manual_seed(seed))
         return tuple(x.to(device, dtype).requires_grad_(requires_grad) for x in drawn)
 
     def require(self, feature: Feature) -> None:
@@ -201,7 +201,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 
 def _normal(*shape: int) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
     def draw(generator: torch.Generator) -> tuple[Tensor, ...]:
-        return (torch.randn(shape, generator=generator, dtype=torch.float64),)
+        return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"),)
 
     return draw
 

@@ -141,7 +141,7 @@ def _forward_lanes(
         return 32, 64, 1
     if vector == 8 and row_bytes <= 2**14:
         lanes = min(128, 32 * -(-vectors // 128))
-        return lanes, 256 if lanes == 128 else lanes, 1
+        return lanes, lanes, 1
     if row_length <= 32768 and row_bytes <= 2**15:
         lanes = min(256, 32 * -(-vectors // (128 if vector == 8 else 64)))
         return lanes, lanes, 1
