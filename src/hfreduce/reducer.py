@@ -1,0 +1,423 @@
+"""Collectives of the processes on one machine, through memory that they share.
+
+    reducer = hfreduce.Reducer(store, rank, world_size)
+    reducer.all_reduce(tensor)                              # in place
+    handle = reducer.all_reduce(tensor, "avg", async_op=True)
+    handle.wait()
+
+A call is one entry into the native engine, without the GIL: see native/collectives.hpp for what
+happens there. Calls are carried out in the order they are made, which must be the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from hfreduce import dtypes, exchange, outcome, segment, topology
+from hfreduce.handle import Handle
+from hfreduce.tensors import Flat, flat, pointers
+from hfreduce.worker import Worker
+
+Job = Callable[[], None]
+_BARRIER, _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER, _GATHER, _SCATTER = range(
+    8
+)
+DEFAULT_TIMEOUT = 600.0
+
+
+class Reducer:
+    """One rank's end of a group whose processes all run on one machine.
+
+    Tensors are on the CPU, of any shape and strides; results are written into them. Sums and averages
+    are made in float32 (float64 and integers: as they are) in the order of the ranks and rounded once,
+    so every rank and every run gets the same bits.
+
+    Args:
+        store: That all ranks reach, to find each other.
+        rank: This rank, from 0.
+        world_size: The number of ranks.
+        timeout: Seconds, or a timedelta, that a rank may be late for a step of a collective.
+        name: Of the group, where several use one store.
+        threads: That each rank works with; None: up to 4, where there are two processors for each.
+        chunk_bytes: What is sent, added and fetched at a time; a multiple of 64.
+        label: How messages call this rank; None: "rank" and its number.
+
+    Raises:
+        LatePeerError: A rank did not come within the timeout.
+        ValueError: An argument makes no sense, or the ranks are not all on one machine.
+        RuntimeError: The native engine was not built.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        name: str = "group",
+        threads: int | None = None,
+        chunk_bytes: int = segment.CHUNK_BYTES,
+        label: str | None = None,
+    ) -> None:
+        seconds = _seconds(timeout)
+        _check_rank(rank, world_size)
+        meeting = exchange.through_store(store, rank, world_size, name, seconds)
+        self._connect(meeting, rank, world_size, seconds, threads, chunk_bytes, label)
+
+    @classmethod
+    def from_group(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        threads: int | None = None,
+        chunk_bytes: int = segment.CHUNK_BYTES,
+    ) -> Reducer:
+        """Return a reducer for the ranks of a process group, whatever its backend.
+
+        Args:
+            group: That meets to make the reducer; None: the default group.
+            timeout: As for the class.
+            threads: As for the class.
+            chunk_bytes: As for the class.
+        """
+        self = cls.__new__(cls)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        meeting = exchange.through_group(group)
+        label = f"rank {rank} (global rank {dist.get_rank()})" if group is not None else None
+        self._connect(meeting, rank, world_size, _seconds(timeout), threads, chunk_bytes, label)
+        return self
+
+    def _connect(
+        self,
+        meeting: exchange.Exchange,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        threads: int | None,
+        chunk_bytes: int,
+        label: str | None,
+    ) -> None:
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        _check_layout(world_size, threads, chunk_bytes)
+        members = segment.meet(meeting, label or f"rank {rank}")
+        self.labels = [f"{member.label} (pid {member.pid})" for member in members]
+        nodes = {member.node: peer for peer, member in reversed(list(enumerate(members)))}
+        if len(nodes) > 1:
+            first, second = sorted(nodes.values())[:2]
+            raise ValueError(
+                f"{self.labels[first]} and {self.labels[second]} are not on one machine (or not in "
+                f"one space of process numbers): hfreduce works within one; use gloo or nccl"
+            )
+        if threads is None:
+            threads = segment.default_threads(topology.processors(), world_size)
+        group, settings, ended = segment.connect(
+            meeting, rank, members, segment.Settings(chunk_bytes, threads), timeout
+        )
+        outcome.check(ended, group, self.labels, rank, "the group's first meeting", timeout)
+        self.settings = settings
+        self._group, self._process = group, os.getpid()
+        self._worker = Worker(f"hfreduce-{rank}")
+        self._end = weakref.finalize(self, _end, group, self._worker, self._process)
+
+    # ---- collectives ----
+
+    def all_reduce(
+        self, tensor: Tensor, op: object = "sum", *, async_op: bool = False
+    ) -> Handle | None:
+        """Reduce a tensor over all ranks, in place.
+
+        Args:
+            tensor: Of the same type and number of elements on all ranks.
+            op: "sum", "avg", "min" or "max", or torch's ReduceOp of that name.
+            async_op: Return a handle at once.
+
+        Raises:
+            TypeError: The type is not reduced; `hfreduce.dtypes.DTYPES` has those that are.
+            PeerError: Another rank died, came too late, or called something else.
+        """
+        dtype, number = dtypes.check(_tensor(tensor).dtype, op)
+        data = flat(tensor)
+        job = self._job(
+            _ALL_REDUCE, dtype, number, 0, [data], [data], [tensor.numel()], "all_reduce"
+        )
+        return self._start(job, async_op)
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: object = "sum", *, async_op: bool = False
+    ) -> Handle | None:
+        """Reduce a tensor over all ranks into the one of rank `dst`; the others keep theirs."""
+        dtype, number = dtypes.check(_tensor(tensor).dtype, op)
+        data = flat(tensor)
+        targets = [data] if self._root(dst) == self.rank else []
+        job = self._job(_REDUCE, dtype, number, dst, [data], targets, [tensor.numel()], "reduce")
+        return self._start(job, async_op)
+
+    def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Handle | None:
+        """Give all ranks the tensor of rank `src`."""
+        data, sends = flat(_tensor(tensor)), self._root(src) == self.rank
+        sources, targets = ([data], []) if sends else ([], [data])
+        job = self._job(
+            _BROADCAST, dtypes.BYTES, 0, src, sources, targets, [data.nbytes], "broadcast"
+        )
+        return self._start(job, async_op)
+
+    def all_gather(
+        self, outputs: Tensor | Sequence[Tensor], tensor: Tensor, *, async_op: bool = False
+    ) -> Handle | None:
+        """Give all ranks the tensors of all.
+
+        Args:
+            outputs: One tensor for each rank, of that rank's size (they may differ); or one tensor
+                that is split evenly along its memory.
+            tensor: This rank's.
+            async_op: Return a handle at once.
+
+        Raises:
+            ValueError: The outputs do not fit.
+        """
+        targets = self._parts(outputs, _tensor(tensor), "outputs")
+        data = flat(tensor)
+        if targets[self.rank].nbytes != data.nbytes:
+            raise ValueError(
+                f"outputs[{self.rank}] has {targets[self.rank].nbytes} bytes and this rank's tensor "
+                f"{data.nbytes}: give each rank's own size"
+            )
+        counts = [part.nbytes for part in targets]
+        job = self._job(_ALL_GATHER, dtypes.BYTES, 0, 0, [data], targets, counts, "all_gather")
+        return self._start(job, async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: Tensor | Sequence[Tensor],
+        op: object = "sum",
+        *,
+        async_op: bool = False,
+    ) -> Handle | None:
+        """Reduce a list of tensors over all ranks and give rank r the r-th.
+
+        Args:
+            output: Of the size of this rank's part.
+            inputs: One tensor for each rank, of the sizes that all ranks give (they may differ from
+                each other); or one tensor that is split evenly along its memory.
+            op: As for `all_reduce`.
+            async_op: Return a handle at once.
+
+        Raises:
+            ValueError: The inputs do not fit.
+        """
+        dtype, number = dtypes.check(_tensor(output).dtype, op)
+        sources = self._parts(inputs, output, "inputs")
+        target, item = flat(output), output.element_size()
+        if sources[self.rank].nbytes != target.nbytes:
+            raise ValueError(
+                f"inputs[{self.rank}] has {sources[self.rank].nbytes} bytes and the output "
+                f"{target.nbytes}: both are this rank's part"
+            )
+        counts = [part.nbytes // item for part in sources]
+        job = self._job(
+            _REDUCE_SCATTER, dtype, number, 0, sources, [target], counts, "reduce_scatter"
+        )
+        return self._start(job, async_op)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: Sequence[Tensor] | None = None,
+        dst: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Handle | None:
+        """Give rank `dst` the tensors of all, which have one size.
+
+        Args:
+            tensor: This rank's.
+            gather_list: On rank `dst` one tensor for each rank; None elsewhere.
+            dst: Who receives.
+            async_op: Return a handle at once.
+        """
+        data, receives = flat(_tensor(tensor)), self._root(dst) == self.rank
+        targets: list[Flat] = []
+        if receives:
+            if gather_list is None:
+                raise ValueError(f"rank {dst} gathers: it needs gather_list, a tensor a rank")
+            targets = self._parts(gather_list, tensor, "gather_list", equal=True)
+        counts = [data.nbytes] * self.world_size
+        job = self._job(_GATHER, dtypes.BYTES, 0, dst, [data], targets, counts, "gather")
+        return self._start(job, async_op)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: Sequence[Tensor] | None = None,
+        src: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Handle | None:
+        """Give rank r the r-th tensor of rank `src`; they have one size.
+
+        Args:
+            tensor: Where this rank's goes.
+            scatter_list: On rank `src` one tensor for each rank; None elsewhere.
+            src: Who sends.
+            async_op: Return a handle at once.
+        """
+        data, sends = flat(_tensor(tensor)), self._root(src) == self.rank
+        sources: list[Flat] = []
+        if sends:
+            if scatter_list is None:
+                raise ValueError(f"rank {src} scatters: it needs scatter_list, a tensor a rank")
+            sources = self._parts(scatter_list, tensor, "scatter_list", equal=True)
+        counts = [data.nbytes] * self.world_size
+        job = self._job(_SCATTER, dtypes.BYTES, 0, src, sources, [data], counts, "scatter")
+        return self._start(job, async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Handle | None:
+        """Wait until all ranks are here."""
+        return self._start(self._job(_BARRIER, dtypes.BYTES, 0, 0, [], [], [0], "barrier"), async_op)
+
+    # ---- the group ----
+
+    def set_timeout(self, timeout: float | timedelta) -> None:
+        """Change how late a rank may be, for the calls that follow."""
+        self.timeout = _seconds(timeout)
+        self._group.set_timeout(self.timeout)
+
+    def close(self) -> None:
+        """Leave the group: calls under way end with an error, and other ranks are told.
+
+        Leaving is not needed: when the process ends or the reducer is no longer used, the same happens.
+        """
+        self._end()
+
+    def __enter__(self) -> Reducer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Reducer belongs to its process: make one in each")
+
+    # ---- within ----
+
+    def _start(self, job: Job, async_op: bool) -> Handle | None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this Reducer belongs to process {self._process}, which forked this one: "
+                f"make a new one here, or start processes with the method 'spawn'"
+            )
+        if async_op:
+            return Handle(self._worker.submit(job))
+        self._worker.call(job)
+        return None
+
+    def _job(
+        self,
+        kind: int,
+        dtype: int,
+        op: int,
+        root: int,
+        sources: list[Flat],
+        targets: list[Flat],
+        counts: list[int],
+        what: str,
+    ) -> Job:
+        group, labels, rank, timeout = self._group, self.labels, self.rank, self.timeout
+        source_pointers, target_pointers = pointers(sources), pointers(targets)
+
+        def job() -> None:
+            signals = threading.current_thread() is threading.main_thread()
+            for part in sources:
+                part.load()
+            ended = group.run(
+                kind, dtype, op, rank, root, source_pointers, target_pointers, counts, signals
+            )
+            if ended[0]:
+                outcome.check(ended, group, labels, rank, what, timeout)
+            for part in targets:
+                part.store()
+
+        return job
+
+    def _root(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"there is no rank {rank}: the group has {self.world_size}, from 0")
+        return rank
+
+    def _parts(
+        self, parts: Tensor | Sequence[Tensor], like: Tensor, name: str, *, equal: bool = False
+    ) -> list[Flat]:
+        if isinstance(parts, Tensor):
+            if parts.numel() % self.world_size:
+                raise ValueError(
+                    f"{name} has {parts.numel()} elements, which {self.world_size} ranks cannot "
+                    f"share evenly: give a list of tensors, one for each rank"
+                )
+            if not parts.is_contiguous():
+                raise ValueError(f"{name} is not contiguous: give a list of tensors, or a copy")
+            parts = parts.detach().view(-1).chunk(self.world_size) if parts.numel() else [
+                parts
+            ] * self.world_size
+        if len(parts) != self.world_size:
+            raise ValueError(f"{name} has {len(parts)} tensors for {self.world_size} ranks")
+        for index, part in enumerate(parts):
+            if _tensor(part).dtype != like.dtype:
+                raise ValueError(f"{name}[{index}] is {part.dtype}, the tensor is {like.dtype}")
+            if equal and part.numel() != like.numel():
+                raise ValueError(
+                    f"{name}[{index}] has {part.numel()} elements, the tensor {like.numel()}"
+                )
+        return [flat(part) for part in parts]
+
+
+def _tensor(value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a {type(value).__name__} was given where a torch.Tensor is needed")
+    return value
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} is not in 0 … {world_size - 1} (world_size={world_size})")
+
+
+def _check_layout(world_size: int, threads: int | None, chunk_bytes: int) -> None:
+    if world_size > segment.MOST_RANKS:
+        raise ValueError(f"world_size={world_size}: a group has at most {segment.MOST_RANKS} ranks")
+    if threads is not None and not 1 <= threads <= 64:
+        raise ValueError(f"threads={threads} is not in 1 … 64")
+    if chunk_bytes < segment.LEAST_CHUNK_BYTES or chunk_bytes % 64:
+        raise ValueError(
+            f"chunk_bytes={chunk_bytes} is no multiple of 64 from {segment.LEAST_CHUNK_BYTES} on"
+        )
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < 1e8:
+        raise ValueError(f"timeout={timeout} is not a positive number of seconds")
+    return seconds
+
+
+def _end(group: segment._engine.Group, worker: Worker, process: int) -> None:
+    if os.getpid() == process:  # a forked child owns nothing here
+        group.stop()
+        worker.close()
+        group.close()
