@@ -3,14 +3,25 @@
     dist.init_process_group("hfreduce")       # as torch.distributed's backend, or
     reducer = hfreduce.Reducer(store, rank, world_size)
     reducer.all_reduce(tensor)
+
+Importing this registers the backend, where torch was built with torch.distributed.
 """
 
 from __future__ import annotations
 
-from hfreduce.errors import DeadPeerError, LatePeerError, MismatchError, PeerError
+from hfreduce.backend import ProcessGroup, register
+from hfreduce.errors import (
+    DeadPeerError,
+    LatePeerError,
+    MismatchError,
+    PeerError,
+    UnavailableError,
+)
 from hfreduce.handle import Handle
 from hfreduce.reducer import Reducer
 from hfreduce.segment import is_available
+
+register()
 
 __all__ = [
     "DeadPeerError",
@@ -18,6 +29,8 @@ __all__ = [
     "LatePeerError",
     "MismatchError",
     "PeerError",
+    "ProcessGroup",
     "Reducer",
+    "UnavailableError",
     "is_available",
 ]

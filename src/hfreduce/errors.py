@@ -45,3 +45,7 @@ class LatePeerError(PeerError, TimeoutError):
 
 class MismatchError(PeerError):
     """Ranks called different collectives, or with different sizes or types."""
+
+
+class UnavailableError(RuntimeError):
+    """The ranks cannot share memory: they are on several machines, or the engine was not built."""

@@ -17,6 +17,10 @@ class Handle:
         """Say whether the call has ended, well or not."""
         return self._future.done()
 
+    def exception(self) -> BaseException | None:
+        """Return what the call raised; None while it is under way, and where it ended well."""
+        return self._future.exception() if self._future.done() else None
+
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call has ended.
 

@@ -53,8 +53,8 @@ class Reducer:
 
     Raises:
         LatePeerError: A rank did not come within the timeout.
-        ValueError: An argument makes no sense, or the ranks are not all on one machine.
-        RuntimeError: The native engine was not built.
+        UnavailableError: The ranks are not all on one machine, or the native engine was not built.
+        ValueError: An argument makes no sense.
     """
 
     def __init__(
@@ -112,13 +112,6 @@ class Reducer:
         _check_layout(world_size, threads, chunk_bytes)
         members = segment.meet(meeting, label or f"rank {rank}")
         self.labels = [f"{member.label} (pid {member.pid})" for member in members]
-        nodes = {member.node: peer for peer, member in reversed(list(enumerate(members)))}
-        if len(nodes) > 1:
-            first, second = sorted(nodes.values())[:2]
-            raise ValueError(
-                f"{self.labels[first]} and {self.labels[second]} are not on one machine (or not in "
-                f"one space of process numbers): hfreduce works within one; use gloo or nccl"
-            )
         if threads is None:
             threads = segment.default_threads(topology.processors(), world_size)
         group, settings, ended = segment.connect(

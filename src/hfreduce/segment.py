@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfreduce import topology
+from hfreduce.errors import UnavailableError
 from hfreduce.exchange import Exchange
 
 try:
@@ -56,6 +57,7 @@ class Member:
     start: int
     processors: int
     label: str
+    missing: str
 
 
 def is_available() -> bool:
@@ -71,23 +73,30 @@ def default_threads(processors: int, local_ranks: int) -> int:
 def me(label: str) -> Member:
     """Return what the others need to know of this process."""
     pid = os.getpid()
-    return Member(
-        topology.node(), pid, _engine.start_time(pid), topology.processors(), label
-    )
+    start = -1 if MISSING else _engine.start_time(pid)
+    return Member(topology.node(), pid, start, topology.processors(), label, MISSING)
 
 
 def meet(exchange: Exchange, label: str) -> list[Member]:
     """Return all ranks, by rank.
 
     Raises:
-        RuntimeError: The native engine is not built.
+        UnavailableError: They cannot share memory: all ranks raise it.
     """
-    if MISSING:
-        raise RuntimeError(
-            f"hfreduce's native engine is not there ({MISSING}): install hfai on Linux with a C++ "
-            f"compiler, or use another backend"
+    members = [Member(**json.loads(text)) for text in exchange(json.dumps(me(label).__dict__))]
+    for member in members:
+        if member.missing:
+            raise UnavailableError(
+                f"{member.label} has no native engine ({member.missing}): install hfai on Linux "
+                f"with a C++ compiler, or use gloo or nccl"
+            )
+    other = next((member for member in members if member.node != members[0].node), None)
+    if other is not None:
+        raise UnavailableError(
+            f"{members[0].label} and {other.label} are not on one machine (or not in one space of "
+            f"process numbers): hfreduce works within one; use gloo or nccl"
         )
-    return [Member(**json.loads(text)) for text in exchange(json.dumps(me(label).__dict__))]
+    return members
 
 
 def connect(

@@ -98,6 +98,8 @@ std::vector<std::string> names() {
 }  // namespace
 
 NB_MODULE(_engine, module) {
+  // A group may live as long as the interpreter: torch keeps its process groups in globals.
+  nb::set_leak_warnings(false);
   module.doc() = "Collectives of the processes on one node, through memory that they share.";
   nb::class_<Group>(module, "Group")
       .def_static(
