@@ -18,6 +18,7 @@ from hfreduce.errors import (
     UnavailableError,
 )
 from hfreduce.handle import Handle
+from hfreduce.hook import HookState, average
 from hfreduce.reducer import Reducer
 from hfreduce.segment import is_available
 
@@ -26,11 +27,13 @@ register()
 __all__ = [
     "DeadPeerError",
     "Handle",
+    "HookState",
     "LatePeerError",
     "MismatchError",
     "PeerError",
     "ProcessGroup",
     "Reducer",
     "UnavailableError",
+    "average",
     "is_available",
 ]
