@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 import hfreduce
 from hfreduce import _engine
-from tests.hfreduce.ranks import Ranks, reducer, run, shared_memory_files
+from tests.hfreduce.ranks import Ranks, leftovers, reducer, run
 
 KILL_ROUNDS = int(os.environ.get("HFREDUCE_KILL_ROUNDS", "5"))
 TIMEOUT = 2.0
@@ -51,7 +51,7 @@ def for_ever(rank: int, world: int, store: str, seed: int) -> None:
 
 
 def test_when_a_rank_is_killed_at_any_point_all_others_name_it_in_time() -> None:
-    files, draw = shared_memory_files(), random.Random(int(time.time()))
+    draw = random.Random(int(time.time()))
     for turn in range(KILL_ROUNDS):
         world = draw.choice([2, 3, 4])
         victim, delay = draw.randrange(world), draw.random() * 1.2
@@ -70,7 +70,7 @@ def test_when_a_rank_is_killed_at_any_point_all_others_name_it_in_time() -> None
                 assert end.error in ("DeadPeerError", "LatePeerError"), f"{where}\n{end.text}"
                 assert f"rank {victim}" in end.text.splitlines()[-1], f"{where}\n{end.text}"
         assert took < TIMEOUT + 3, where
-    assert shared_memory_files() == files
+        assert leftovers() == [], where
 
 
 def one_is_late(rank: int, world: int, store: str) -> float:

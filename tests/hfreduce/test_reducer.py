@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import hfreduce
-from tests.hfreduce.ranks import reducer, run, shared_memory_files
+from tests.hfreduce.ranks import reducer, run
 
 CHUNK = 64 << 10  # the smallest: more chunks than slots even in small tensors
 SIZES = [0, 1, 63, 64, 1000, 8_192, 16_385, 400_001]
@@ -247,7 +247,7 @@ def test_nothing_is_left_of_a_reducer(tmp_path: Any) -> None:
         maps = open("/proc/self/maps").read().count("memfd:hfreduce")
         return [len(os.listdir("/proc/self/fd")), threading.active_count(), maps]
 
-    files, before = shared_memory_files(), opened()
+    before = opened()
     for _ in range(3):
         group = hfreduce.Reducer(store, 0, 1)
         handle = group.all_reduce(torch.ones(10), async_op=True)
@@ -257,7 +257,6 @@ def test_nothing_is_left_of_a_reducer(tmp_path: Any) -> None:
         del group, handle
         gc.collect()
     assert opened() == before
-    assert shared_memory_files() == files
 
 
 def test_a_closed_reducer_says_so(tmp_path: Any) -> None:

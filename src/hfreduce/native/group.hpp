@@ -108,6 +108,7 @@ class Group {
     }
     threads_.reset();
     segment_.close_descriptor();
+    segment_.unmap();
   }
 
  private:

@@ -121,7 +121,12 @@ class Segment {
   Segment(const Segment &) = delete;
   ~Segment() {
     close_descriptor();
+    unmap();
+  }
+
+  void unmap() {
     if (base_) munmap(base_, shape_.bytes());
+    base_ = nullptr;
   }
 
   void close_descriptor() {
