@@ -1,4 +1,4 @@
 """Light parallel training over native torch.
 
-    from haiscale.ddp import DistributedDataParallel
+from haiscale.ddp import DistributedDataParallel
 """

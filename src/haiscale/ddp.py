@@ -3,9 +3,9 @@
     from haiscale.ddp import DistributedDataParallel       # or from hfai.nn.parallel
     model = DistributedDataParallel(model, device_ids=[local_rank])
 
-A subclass that adds a communication hook and nothing else: buckets, unused parameters, accumulation,
-`join`, checkpoints and mixed precision are torch's. The hook is registered when the model is first
-used, so a script that registers its own keeps it. No thread outlives the process group.
+A subclass that adds a communication hook and nothing else: buckets, unused parameters,
+accumulation, `join`, checkpoints and mixed precision are torch's. The hook is registered when the
+model is first used, so a script that registers its own keeps it. No thread outlives the group.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from hfreduce import HookState, UnavailableError, average
 
 BACKENDS = ("auto", "hfreduce", "torch")
 _log = logging.getLogger(__name__)
+_Base: Any = parallel.DistributedDataParallel  # whose methods have no types
 
 
-class DistributedDataParallel(parallel.DistributedDataParallel):
+class DistributedDataParallel(_Base):
     """torch's DistributedDataParallel over hfreduce.
 
     Args:
@@ -49,13 +50,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} is not known: use one of {', '.join(BACKENDS)}")
         super().__init__(module, *arguments, **options)
+        bare: Any = self.__dict__["reducer"]
+        self.reducer = _Stoppable(bare)
         self.path = ""
         self._backend = backend
         self._joined = False
         why = self._why_torch()
         if backend == "hfreduce" and why:
             raise ValueError(f"backend='hfreduce' cannot be: {why}")
-        self.reducer = _Stoppable(self.reducer)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, as torch's class does."""
@@ -79,7 +81,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             super()._register_builtin_comm_hook(comm_hook_type)
         self.path = f"a hook of torch's: {comm_hook_type}"
 
-    def _match_all_reduce_for_bwd_pass(self) -> None:  # torch calls it where a rank has no data left
+    def _match_all_reduce_for_bwd_pass(
+        self,
+    ) -> None:  # torch calls it where a rank has no data left
         self._joined = True
         super()._match_all_reduce_for_bwd_pass()
 
@@ -114,7 +118,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.path = ""
-        self.reducer = _Stoppable(self.reducer)
+        self.reducer = _Stoppable(self.__dict__["reducer"])
 
 
 def _active_of(reference: weakref.ref[DistributedDataParallel]) -> Callable[[], bool | None]:

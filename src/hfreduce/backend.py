@@ -3,9 +3,10 @@
     import hfreduce
     dist.init_process_group("hfreduce")
 
-A real ProcessGroup: collectives of CPU tensors go through a `Reducer`; what that does not do (sending
-and receiving, products and bit operations, other types, ranks on several machines) is done by gloo,
-and tensors on GPUs by NCCL, which torch's own ProcessGroup reaches for what is not overridden here.
+A real ProcessGroup: collectives of CPU tensors go through a `Reducer`; what that does not do
+(sending and receiving, products and bit operations, other types, ranks on several machines) is done
+by gloo, and tensors on GPUs by NCCL, which torch's own ProcessGroup reaches for what is not
+overridden here.
 The reducer is made by the first collective that uses it, so a group that is not used costs nothing.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,17 +27,23 @@ from hfreduce.handle import Handle
 from hfreduce.reducer import Reducer
 from hfreduce.work import Work
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 NAME = "hfreduce"
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
+_torch: Any = dist  # whose stubs lack some of the names
+# Each method has several overloads in torch's stubs, of which its own code calls one.
+_Base: Any = dist.ProcessGroup
 
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(_Base):
     """A group whose collectives of CPU tensors go through memory that its processes share."""
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         timeout: timedelta,
@@ -50,20 +57,18 @@ class ProcessGroup(dist.ProcessGroup):
         self._reducer: Reducer | None = None
         self._unavailable = ""
         # torch's own side of this group reaches for these where nothing is overridden.
-        self._inner = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo/", store), rank, size, timeout=timeout
+        self._inner: Any = _torch.ProcessGroupGloo(
+            _torch.PrefixStore("gloo/", store), rank, size, timeout=timeout
         )
         self._inner._set_sequence_number_for_group()
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self._inner)
         if torch.cuda.is_available() and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
+            options = _torch.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, options)
+            nccl = _torch.ProcessGroupNCCL(_torch.PrefixStore("nccl/", store), rank, size, options)
             nccl._set_sequence_number_for_group()
-            self._register_backend(
-                torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl
-            )
+            self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
     @property
     def reducer(self) -> Reducer:
@@ -90,65 +95,65 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a tensor over all ranks."""
-        opts = dist.AllreduceOptions() if opts is None else opts
-        opts = _options(dist.AllreduceOptions, opts)
+        opts = _torch.AllreduceOptions() if opts is None else opts
+        opts = _options(_torch.AllreduceOptions, opts)
         if not self._covers(tensors, opts.reduceOp):
-            return self._other(tensors[0]).allreduce(tensors, opts)
+            return self._by_other(tensors[0], "allreduce", tensors, opts)
         return self._run(
-            opts, tensors, lambda group, wait: group.all_reduce(
-                tensors[0], opts.reduceOp, async_op=not wait
-            )
+            opts,
+            tensors,
+            lambda group, wait: group.all_reduce(tensors[0], opts.reduceOp, async_op=not wait),
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce several tensors over all ranks."""
-        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        opts = _torch.AllreduceCoalescedOptions() if opts is None else opts
         if not all(self._covers([tensor], opts.reduceOp) for tensor in tensors):
-            return self._other(tensors[0]).allreduce_coalesced(tensors, opts)
+            return self._by_other(tensors[0], "allreduce_coalesced", tensors, opts)
         return self._each(
-            opts, tensors, [
-                _bind(Reducer.all_reduce, tensor, opts.reduceOp) for tensor in tensors
-            ]
+            opts, tensors, [_bind(Reducer.all_reduce, tensor, opts.reduceOp) for tensor in tensors]
         )
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Reduce a tensor over all ranks into one rank's."""
         if not self._covers(tensors, opts.reduceOp):
-            return self._other(tensors[0]).reduce(tensors, opts)
+            return self._by_other(tensors[0], "reduce", tensors, opts)
         return self._run(
-            opts, tensors, lambda group, wait: group.reduce(
+            opts,
+            tensors,
+            lambda group, wait: group.reduce(
                 tensors[0], opts.rootRank, opts.reduceOp, async_op=not wait
-            )
+            ),
         )
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Give all ranks one rank's tensor."""
-        opts = _options(dist.BroadcastOptions, opts)
+        opts = _options(_torch.BroadcastOptions, opts)
         if not self._moves(tensors):
-            return self._other(tensors[0]).broadcast(tensors, opts)
+            return self._by_other(tensors[0], "broadcast", tensors, opts)
         return self._run(
-            opts, tensors, lambda group, wait: group.broadcast(
-                tensors[0], opts.rootRank, async_op=not wait
-            )
+            opts,
+            tensors,
+            lambda group, wait: group.broadcast(tensors[0], opts.rootRank, async_op=not wait),
         )
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Give all ranks the tensors of all."""
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = _torch.AllgatherOptions() if opts is None else opts
         if not self._moves([*inputs, *outputs[0]]):
-            return self._other(inputs[0]).allgather(outputs, inputs, opts)
+            return self._by_other(inputs[0], "allgather", outputs, inputs, opts)
         return self._run(
-            opts, outputs[0], lambda group, wait: group.all_gather(
-                outputs[0], inputs[0], async_op=not wait
-            )
+            opts,
+            outputs[0],
+            lambda group, wait: group.all_gather(outputs[0], inputs[0], async_op=not wait),
         )
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = _torch.AllgatherOptions() if opts is None else opts
         if not self._moves([output, tensor]):
-            return self._other(tensor)._allgather_base(output, tensor, opts)
+            return self._by_other(tensor, "_allgather_base", output, tensor, opts)
         return self._run(
             opts, [output], lambda group, wait: group.all_gather(output, tensor, async_op=not wait)
         )
@@ -159,15 +164,17 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Give all ranks several tensors of all."""
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = _torch.AllgatherOptions() if opts is None else opts
         if not self._moves([*outputs, *inputs]):
-            inner = self._other(inputs[0])
-            return inner.allgather_into_tensor_coalesced(outputs, inputs, opts)
+            name = "allgather_into_tensor_coalesced"
+            return self._by_other(inputs[0], name, outputs, inputs, opts)
         return self._each(
-            opts, outputs, [
+            opts,
+            outputs,
+            [
                 _bind(Reducer.all_gather, output, tensor)
                 for output, tensor in zip(outputs, inputs, strict=True)
-            ]
+            ],
         )
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -176,23 +183,27 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
     ) -> dist.Work:
         """Reduce a list of tensors and give each rank one of them."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = _torch.ReduceScatterOptions() if opts is None else opts
         if not self._covers([*outputs, *inputs[0]], opts.reduceOp):
-            return self._other(outputs[0]).reduce_scatter(outputs, inputs, opts)
+            return self._by_other(outputs[0], "reduce_scatter", outputs, inputs, opts)
         return self._run(
-            opts, outputs, lambda group, wait: group.reduce_scatter(
+            opts,
+            outputs,
+            lambda group, wait: group.reduce_scatter(
                 outputs[0], inputs[0], opts.reduceOp, async_op=not wait
-            )
+            ),
         )
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = _torch.ReduceScatterOptions() if opts is None else opts
         if not self._covers([output, tensor], opts.reduceOp):
-            return self._other(tensor)._reduce_scatter_base(output, tensor, opts)
+            return self._by_other(tensor, "_reduce_scatter_base", output, tensor, opts)
         return self._run(
-            opts, [output], lambda group, wait: group.reduce_scatter(
+            opts,
+            [output],
+            lambda group, wait: group.reduce_scatter(
                 output, tensor, opts.reduceOp, async_op=not wait
-            )
+            ),
         )
 
     reduce_scatter_single = _reduce_scatter_base
@@ -201,15 +212,17 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """Reduce several tensors and give each rank a part of each."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
+        opts = _torch.ReduceScatterOptions() if opts is None else opts
         if not self._covers([*outputs, *inputs], opts.reduceOp):
-            inner = self._other(inputs[0])
-            return inner.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            name = "reduce_scatter_tensor_coalesced"
+            return self._by_other(inputs[0], name, outputs, inputs, opts)
         return self._each(
-            opts, outputs, [
+            opts,
+            outputs,
+            [
                 _bind(Reducer.reduce_scatter, output, tensor, opts.reduceOp)
                 for output, tensor in zip(outputs, inputs, strict=True)
-            ]
+            ],
         )
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -217,30 +230,30 @@ class ProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         """Give one rank the tensors of all."""
         if not self._moves(inputs):
-            return self._other(inputs[0]).gather(outputs, inputs, opts)
+            return self._by_other(inputs[0], "gather", outputs, inputs, opts)
         received = outputs[0] if opts.rootRank == self.rank() else None
         return self._run(
-            opts, received or [], lambda group, wait: group.gather(
-                inputs[0], received, opts.rootRank, async_op=not wait
-            )
+            opts,
+            received or [],
+            lambda group, wait: group.gather(inputs[0], received, opts.rootRank, async_op=not wait),
         )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """Give each rank one of one rank's tensors."""
         if not self._moves(outputs):
-            return self._other(outputs[0]).scatter(outputs, inputs, opts)
+            return self._by_other(outputs[0], "scatter", outputs, inputs, opts)
         sent = inputs[0] if opts.rootRank == self.rank() else None
         return self._run(
-            opts, outputs, lambda group, wait: group.scatter(
-                outputs[0], sent, opts.rootRank, async_op=not wait
-            )
+            opts,
+            outputs,
+            lambda group, wait: group.scatter(outputs[0], sent, opts.rootRank, async_op=not wait),
         )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait until all ranks are here."""
-        opts = dist.BarrierOptions() if opts is None else opts
+        opts = _torch.BarrierOptions() if opts is None else opts
         if not self._can_share():
-            return self._inner.barrier(opts)
+            return self._by_other(torch.empty(0), "barrier", opts)
         return self._run(opts, [], lambda group, wait: group.barrier(async_op=not wait))
 
     # ---- the group ----
@@ -284,8 +297,11 @@ class ProcessGroup(dist.ProcessGroup):
     def _covers(self, tensors: Sequence[Tensor], op: object) -> bool:
         return dtypes.is_covered(tensors[0].dtype, op) and self._moves(tensors)
 
-    def _other(self, tensor: Tensor) -> Any:
-        return self._inner if tensor.device.type == "cpu" else self._get_backend(tensor.device)
+    def _by_other(self, tensor: Tensor, name: str, *arguments: Any) -> dist.Work:
+        on_cpu = tensor.device.type == "cpu"
+        backend: Any = self._inner if on_cpu else self._get_backend(tensor.device)
+        work: dist.Work = getattr(backend, name)(*arguments)
+        return work
 
     def _run(
         self,
@@ -344,6 +360,4 @@ def _create(options: Any, _: Any = None) -> ProcessGroup:
 def register() -> None:
     """Make "hfreduce" known to torch.distributed, once."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            NAME, _create, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -8,19 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
 from hfreduce.errors import LatePeerError
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 # Gives everyone's text, by rank, for this rank's.
 Exchange = Callable[[str], "list[str]"]
 
 
-def through_store(
-    store: dist.Store, rank: int, world_size: int, name: str, timeout: float
-) -> Exchange:
+def through_store(store: Store, rank: int, world_size: int, name: str, timeout: float) -> Exchange:
     """Return an exchange through a torch store.
 
     Ranks that use a name again, all in the same order, get keys of their own each time.
@@ -71,7 +72,7 @@ def through_group(group: dist.ProcessGroup | None) -> Exchange:
     return exchange
 
 
-def _is_there(store: dist.Store, key: str) -> bool:
+def _is_there(store: Store, key: str) -> bool:
     try:
         return bool(store.check([key]))
     except RuntimeError:  # the store's own server is gone

@@ -3,8 +3,8 @@
     model = torch.nn.parallel.DistributedDataParallel(module)
     model.register_comm_hook(hfreduce.HookState(), hfreduce.average)
 
-What a reducer does not cover (sparse and complex gradients) takes the way that torch takes without a
-hook.
+What a reducer does not cover (sparse and complex gradients) takes the way that torch takes without
+a hook.
 """
 
 # No `from __future__ import annotations`: torch compares the hook's annotations as types.
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from hfreduce import dtypes
@@ -26,9 +27,10 @@ class HookState:
 
     Args:
         group: Of the ranks that average; None: the default group. All of them make the state.
-        active: Says whether this rank has data still, where ranks may run out of it and the average
-            is to be over those that have (`join` with `divide_by_initial_world_size=False`); returns
-            None where the average is over all. None: over all, always.
+        active: Says whether this rank has data still, where ranks may run out of it and the
+            average is to be over those that have (`join` with
+            `divide_by_initial_world_size=False`); returns None where the average is over all.
+            None: over all, always.
 
     Raises:
         UnavailableError: The ranks cannot share memory.
@@ -48,7 +50,7 @@ class HookState:
         )
 
 
-def average(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over all ranks.
 
     Args:

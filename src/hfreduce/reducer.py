@@ -6,7 +6,8 @@
     handle.wait()
 
 A call is one entry into the native engine, without the GIL: see native/collectives.hpp for what
-happens there. Calls are carried out in the order they are made, which must be the same on all ranks.
+happens there. Calls are carried out in the order they are made, which must be the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 
@@ -26,6 +27,11 @@ from hfreduce import dtypes, exchange, outcome, segment, topology
 from hfreduce.handle import Handle
 from hfreduce.tensors import Flat, flat, pointers
 from hfreduce.worker import Worker
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from hfreduce._engine import Group
 
 Job = Callable[[], None]
 _BARRIER, _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER, _GATHER, _SCATTER = range(
@@ -37,9 +43,9 @@ DEFAULT_TIMEOUT = 600.0
 class Reducer:
     """One rank's end of a group whose processes all run on one machine.
 
-    Tensors are on the CPU, of any shape and strides; results are written into them. Sums and averages
-    are made in float32 (float64 and integers: as they are) in the order of the ranks and rounded once,
-    so every rank and every run gets the same bits.
+    Tensors are on the CPU, of any shape and strides; results are written into them. Sums and
+    averages are made in float32 (float64 and integers: as they are) in the order of the ranks and
+    rounded once, so every rank and every run gets the same bits.
 
     Args:
         store: That all ranks reach, to find each other.
@@ -59,7 +65,7 @@ class Reducer:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         *,
@@ -183,8 +189,8 @@ class Reducer:
         data = flat(tensor)
         if targets[self.rank].nbytes != data.nbytes:
             raise ValueError(
-                f"outputs[{self.rank}] has {targets[self.rank].nbytes} bytes and this rank's tensor "
-                f"{data.nbytes}: give each rank's own size"
+                f"outputs[{self.rank}] has {targets[self.rank].nbytes} bytes and this rank's "
+                f"tensor {data.nbytes}: give each rank's own size"
             )
         counts = [part.nbytes for part in targets]
         job = self._job(_ALL_GATHER, dtypes.BYTES, 0, 0, [data], targets, counts, "all_gather")
@@ -278,7 +284,9 @@ class Reducer:
 
     def barrier(self, *, async_op: bool = False) -> Handle | None:
         """Wait until all ranks are here."""
-        return self._start(self._job(_BARRIER, dtypes.BYTES, 0, 0, [], [], [0], "barrier"), async_op)
+        return self._start(
+            self._job(_BARRIER, dtypes.BYTES, 0, 0, [], [], [0], "barrier"), async_op
+        )
 
     # ---- the group ----
 
@@ -290,7 +298,7 @@ class Reducer:
     def close(self) -> None:
         """Leave the group: calls under way end with an error, and other ranks are told.
 
-        Leaving is not needed: when the process ends or the reducer is no longer used, the same happens.
+        It is not needed: when the process ends or the reducer is no longer used, this happens.
         """
         self._end()
 
@@ -365,9 +373,11 @@ class Reducer:
                 )
             if not parts.is_contiguous():
                 raise ValueError(f"{name} is not contiguous: give a list of tensors, or a copy")
-            parts = parts.detach().view(-1).chunk(self.world_size) if parts.numel() else [
-                parts
-            ] * self.world_size
+            parts = (
+                parts.detach().view(-1).chunk(self.world_size)
+                if parts.numel()
+                else [parts] * self.world_size
+            )
         if len(parts) != self.world_size:
             raise ValueError(f"{name} has {len(parts)} tensors for {self.world_size} ranks")
         for index, part in enumerate(parts):
@@ -409,7 +419,7 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _end(group: segment._engine.Group, worker: Worker, process: int) -> None:
+def _end(group: Group, worker: Worker, process: int) -> None:
     if os.getpid() == process:  # a forked child owns nothing here
         group.stop()
         worker.close()

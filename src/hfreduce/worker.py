@@ -1,8 +1,8 @@
 """Calls in the order they were made, whether the caller waits or not.
 
 A call that the caller waits for runs in the caller's own thread if nothing is before it: handing it
-over would cost more than a small all-reduce. The rest runs in one thread, which starts with the first
-asynchronous call and ends with `close`.
+over would cost more than a small all-reduce. The rest runs in one thread, which starts with the
+first asynchronous call and ends with `close`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Real processes for tests: a function is run once a rank, and its results or errors come back.
 
-Processes are forked from a server that has imported torch, which takes a tenth of starting anew; the
-server has no thread and no group.
+Processes are forked from a server that has imported torch, which takes a tenth of starting anew;
+the server has no thread and no group.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Ranks:
     def join(self, timeout: float = 60.0) -> list[Ended]:
         """Return how each rank ended; whoever has not by then is killed and fails the test."""
         deadline, ended = time.monotonic() + timeout, []
-        for process, pipe in zip(self.processes, self._pipes, strict=True):
+        for pipe in self._pipes:
             found = Ended(error="Hung", text="it did not end in time")
             try:
                 if pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -137,7 +137,7 @@ def _run(
 
 
 def leftovers() -> list[str]:
-    """Return what is left of groups whose processes have ended: names, and who maps their memory."""
+    """Return what is left of groups that have ended: names, and who maps their memory."""
     found = [name for name in os.listdir("/dev/shm") if "hfreduce" in name]
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():

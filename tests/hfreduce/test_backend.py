@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,7 +156,7 @@ def objects_and_groups(rank: int, world: int, store: str) -> str:
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
-    return open("/proc/self/maps").read()
+    return Path("/proc/self/maps").read_text()
 
 
 def test_objects_and_subgroups_work_and_the_end_leaves_nothing_mapped() -> None:
@@ -236,8 +238,6 @@ def one_dies(rank: int, world: int, store: str) -> str:
         return ""
     dist.all_reduce(torch.ones(4), group=group)
     if rank == 2:
-        import os
-
         os._exit(1)
     with pytest.raises(hfreduce.DeadPeerError, match=r"rank 1 \(global rank 2\) \(pid \d+\)"):
         dist.all_reduce(torch.ones(4), group=group)

@@ -109,7 +109,9 @@ def test_integers_wrap_around_as_torchs_do(sets: str, op: str, dtype: torch.dtyp
         if op == "sum":
             expected += part
         else:
-            expected = torch.minimum(expected, part) if op == "min" else torch.maximum(expected, part)
+            expected = (
+                torch.minimum(expected, part) if op == "min" else torch.maximum(expected, part)
+            )
     assert torch.equal(combine(sets, op, parts)[0], expected)
 
 
@@ -130,9 +132,7 @@ def test_nothing_is_written_beyond_the_end(sets: str, dtype: torch.dtype) -> Non
 def test_a_result_may_lie_where_a_source_lies(sets: str) -> None:
     parts = [torch.randn(5000) for _ in range(3)]
     expected = reference("sum", parts)
-    _engine.combine(
-        sets, 0, 0, [part.data_ptr() for part in parts], parts[1].data_ptr(), 0, 5000
-    )
+    _engine.combine(sets, 0, 0, [part.data_ptr() for part in parts], parts[1].data_ptr(), 0, 5000)
     assert torch.equal(parts[1], expected)
 
 
@@ -149,5 +149,5 @@ def test_sources_need_no_alignment() -> None:
 
 def test_what_has_no_meaning_is_refused() -> None:
     for arguments in (("", 6, 1), ("", 99, 0), ("", 0, 4), ("sse9", 0, 0)):
-        with pytest.raises(ValueError, match="no meaning|no such|does not run"):
+        with pytest.raises(ValueError, match=r"no meaning|no such|does not run"):
             _engine.combine(*arguments, [0], 0, 0, 0)
