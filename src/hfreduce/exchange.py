@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
-from hfreduce.errors import LatePeerError
+from hfreduce.errors import DeadPeerError, LatePeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# Gives everyone's text, by rank, for this rank's.
-Exchange = Callable[[str], "list[str]"]
+# Finds a rank whose process is dead, or None.
+Watch = Callable[[], "int | None"]
+# Gives everyone's text, by rank, for this rank's; may look in between whether all live.
+Exchange = Callable[[str, "Watch | None"], "list[str]"]
+_LOOK_EVERY = 0.25  # seconds
 
 
 def through_store(store: Store, rank: int, world_size: int, name: str, timeout: float) -> Exchange:
@@ -37,25 +40,24 @@ def through_store(store: Store, rank: int, world_size: int, name: str, timeout: 
     deadline = time.monotonic() + timeout
     rounds = 0
 
-    def exchange(text: str) -> list[str]:
+    def exchange(text: str, watch: Watch | None) -> list[str]:
         nonlocal rounds
         prefix = f"hfreduce/{name}/{generation}/{rounds}"
         rounds += 1
         store.set(f"{prefix}/{rank}", text)
         keys = [f"{prefix}/{peer}" for peer in range(world_size)]
-        left = max(0.001, deadline - time.monotonic())
-        try:
-            store.wait(keys, timedelta(seconds=left))
-        except RuntimeError as error:
+        while not _came(store, keys, min(_LOOK_EVERY, deadline - time.monotonic())):
             missing = [peer for peer, key in enumerate(keys) if not _is_there(store, key)]
-            if not missing:
-                raise
-            shown = ", ".join(map(str, missing))
-            raise LatePeerError(
-                f"rank {shown} did not come to make the group {name!r} within {timeout:g} s: "
-                f"look for its error, or raise the timeout",
-                missing[0],
-            ) from error
+            dead = watch() if watch is not None else None
+            if dead in missing:
+                raise DeadPeerError(f"rank {dead} died while the group {name!r} was made", dead)
+            if missing and time.monotonic() > deadline:
+                shown = ", ".join(f"rank {peer}" for peer in missing)
+                raise LatePeerError(
+                    f"{shown} did not come to make the group {name!r} within {timeout:g} s: look "
+                    f"for its error, or raise the timeout",
+                    missing[0],
+                )
         return [store.get(key).decode() for key in keys]
 
     return exchange
@@ -64,12 +66,20 @@ def through_store(store: Store, rank: int, world_size: int, name: str, timeout: 
 def through_group(group: dist.ProcessGroup | None) -> Exchange:
     """Return an exchange through a process group that exists already; None is the default one."""
 
-    def exchange(text: str) -> list[str]:
+    def exchange(text: str, watch: Watch | None) -> list[str]:
         texts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(texts, text, group=group)
         return texts
 
     return exchange
+
+
+def _came(store: Store, keys: list[str], seconds: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, seconds)))
+    except RuntimeError:  # the time is over, or the store's own server is gone
+        return False
+    return True
 
 
 def _is_there(store: Store, key: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hfreduce import topology
 from hfreduce.errors import UnavailableError
-from hfreduce.exchange import Exchange
+from hfreduce.exchange import Exchange, Watch
 
 try:
     from hfreduce import _engine
@@ -83,7 +83,7 @@ def meet(exchange: Exchange, label: str) -> list[Member]:
     Raises:
         UnavailableError: They cannot share memory: all ranks raise it.
     """
-    members = [Member(**json.loads(text)) for text in exchange(json.dumps(me(label).__dict__))]
+    members = [Member(**json.loads(text)) for text in exchange(json.dumps(me(label).__dict__), None)]
     for member in members:
         if member.missing:
             raise UnavailableError(
@@ -130,7 +130,8 @@ def connect(
             }
         except OSError as error:
             offer = {"error": str(error)}
-    offer = json.loads(exchange(json.dumps(offer))[0])
+    watch = _watch(members)
+    offer = json.loads(exchange(json.dumps(offer), watch)[0])
     if "error" in offer:
         raise ConnectionError(f"rank 0 could not make the group's memory: {offer['error']}")
     settings = Settings(**offer["settings"])
@@ -150,7 +151,7 @@ def connect(
         except OSError as error:
             failed = str(error)
     # Nobody waits in the memory for a rank that could not open it.
-    for peer, problem in enumerate(exchange(failed)):
+    for peer, problem in enumerate(exchange(failed, watch)):
         if problem:
             raise ConnectionError(
                 f"rank {peer} could not open the group's memory ({problem}): the ranks of a node "
@@ -159,6 +160,16 @@ def connect(
     assert group is not None
     outcome = group.join([m.pid for m in members], [m.start for m in members], timeout)
     return group, settings, outcome
+
+
+def _watch(members: list[Member]) -> Watch:
+    def watch() -> int | None:
+        for rank, member in enumerate(members):
+            if _engine.start_time(member.pid) != member.start:
+                return rank
+        return None
+
+    return watch
 
 
 def _layout(settings: Settings) -> tuple[int, int, int, int]:

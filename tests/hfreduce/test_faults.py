@@ -18,11 +18,11 @@ import torch
 from torch import distributed as dist
 
 import hfreduce
-from hfreduce import _engine
+from hfreduce import _engine, exchange, segment
 from tests.hfreduce.ranks import Ranks, leftovers, reducer, run
 
 KILL_ROUNDS = int(os.environ.get("HFREDUCE_KILL_ROUNDS", "5"))
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 
 
 def for_ever(rank: int, world: int, store: str, seed: int) -> None:
@@ -327,3 +327,20 @@ def test_a_process_with_another_one_s_number_counts_as_dead(tmp_path: Path) -> N
     me = os.getpid()
     start = _engine.start_time(me)
     assert group.join([me, me], [start, start - 1], 20.0)[:2] == (1, 1)
+
+
+def dies_in_the_making(rank: int, world: int, store: str) -> None:
+    if rank == 1:
+        shared = dist.FileStore(store, world)
+        meeting = exchange.through_store(shared, rank, world, "group", 20.0)
+        segment.meet(meeting, "rank 1")
+        os._exit(1)
+    reducer(rank, world, store, timeout=20.0)
+
+
+def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once() -> None:
+    ended = Ranks(dies_in_the_making, 3).join()
+    for rank in (0, 2):
+        assert ended[rank].error == "DeadPeerError"
+        assert "rank 1 died while the group 'group' was made" in ended[rank].text
+        assert ended[rank].seconds < 5
