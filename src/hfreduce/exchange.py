@@ -58,6 +58,7 @@ def through_store(store: Store, rank: int, world_size: int, name: str, timeout: 
                     f"for its error, or raise the timeout",
                     missing[0],
                 )
+            time.sleep(0.01)  # a store whose server is gone answers at once, and nothing
         return [store.get(key).decode() for key in keys]
 
     return exchange

@@ -83,7 +83,8 @@ def meet(exchange: Exchange, label: str) -> list[Member]:
     Raises:
         UnavailableError: They cannot share memory: all ranks raise it.
     """
-    members = [Member(**json.loads(text)) for text in exchange(json.dumps(me(label).__dict__), None)]
+    mine = json.dumps(me(label).__dict__)
+    members = [Member(**json.loads(text)) for text in exchange(mine, None)]
     for member in members:
         if member.missing:
             raise UnavailableError(
