@@ -9,7 +9,7 @@ place = hfai.multiprocessing.place(local_rank, nprocs)
 hfai.multiprocessing.spawn(main, args=(10,), nprocs=8)
 """
 
-from hfai.multiprocessing.places import Place, place
 from hfai.multiprocessing.launch import spawn
+from hfai.multiprocessing.places import Place, place
 
 __all__ = ["Place", "place", "spawn"]
