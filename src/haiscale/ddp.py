@@ -109,8 +109,10 @@ class DistributedDataParallel(_Base):
         if self.mixed_precision is not None:
             return "torch's mixed_precision registers hooks of its own"
         kind = next((p.device.type for p in self.module.parameters() if p.requires_grad), "cpu")
-        if kind != "cpu":
-            return f"the model is on a {kind} device, where hfreduce does not average yet"
+        if kind not in ("cpu", "cuda"):
+            return f"the model is on a {kind} device"
+        if kind == "cuda" and self._backend != "hfreduce":
+            return "the model is on a GPU, where hfreduce is for who asks for it"
         if dist.get_world_size(self.process_group) == 1:
             return "there is one rank"
         return ""

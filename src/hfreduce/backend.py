@@ -5,8 +5,8 @@
 
 A real ProcessGroup: collectives of CPU tensors go through a `Reducer`; what that does not do
 (sending and receiving, products and bit operations, other types, ranks on several machines) is done
-by gloo, and tensors on GPUs by NCCL, which torch's own ProcessGroup reaches for what is not
-overridden here.
+by gloo. All-reduces of tensors on GPUs go through the Reducer too, and all else of GPUs to NCCL.
+torch's own ProcessGroup reaches the two for what is not overridden here.
 The reducer is made by the first collective that uses it, so a group that is not used costs nothing.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hfreduce import dtypes
+from hfreduce.cuda import CudaHandle
 from hfreduce.errors import UnavailableError
 from hfreduce.handle import Handle
 from hfreduce.reducer import Reducer
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NAME = "hfreduce"
+AnyHandle = Handle | CudaHandle | None
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _torch: Any = dist  # whose stubs lack some of the names
@@ -55,7 +57,7 @@ class ProcessGroup(_Base):
         if global_ranks and list(global_ranks) != list(range(size)):
             self._label += f" (global rank {global_ranks[rank]})"
         self._reducer: Reducer | None = None
-        self._unavailable = ""
+        self._unavailable = self._gpu_unavailable = ""
         # torch's own side of this group reaches for these where nothing is overridden.
         self._inner: Any = _torch.ProcessGroupGloo(
             _torch.PrefixStore("gloo/", store), rank, size, timeout=timeout
@@ -97,7 +99,9 @@ class ProcessGroup(_Base):
         """Reduce a tensor over all ranks."""
         opts = _torch.AllreduceOptions() if opts is None else opts
         opts = _options(_torch.AllreduceOptions, opts)
-        if not self._covers(tensors, opts.reduceOp):
+        if not (
+            self._covers(tensors, opts.reduceOp) or self._covers_on_gpu(tensors, opts.reduceOp)
+        ):
             return self._by_other(tensors[0], "allreduce", tensors, opts)
         return self._run(
             opts,
@@ -297,6 +301,26 @@ class ProcessGroup(_Base):
     def _covers(self, tensors: Sequence[Tensor], op: object) -> bool:
         return dtypes.is_covered(tensors[0].dtype, op) and self._moves(tensors)
 
+    def _covers_on_gpu(self, tensors: Sequence[Tensor], op: object) -> bool:
+        tensor = tensors[0]
+        if (
+            self._gpu_unavailable
+            or tensor.device.type != "cuda"
+            or tensor.layout != torch.strided
+            or not tensor.is_contiguous()
+            or not dtypes.is_covered(tensor.dtype, op)
+            or not self._can_share()
+        ):
+            return False
+        try:
+            self.reducer.gpu(tensor.device)
+        except UnavailableError as error:
+            self._gpu_unavailable = str(error)
+            if self.rank() == 0:
+                _log.warning("%s; NCCL does the work of this group's GPUs", error)
+            return False
+        return True
+
     def _by_other(self, tensor: Tensor, name: str, *arguments: Any) -> dist.Work:
         on_cpu = tensor.device.type == "cpu"
         backend: Any = self._inner if on_cpu else self._get_backend(tensor.device)
@@ -307,7 +331,7 @@ class ProcessGroup(_Base):
         self,
         opts: Any,
         results: Sequence[Tensor],
-        call: Callable[[Reducer, bool], Handle | None],
+        call: Callable[[Reducer, bool], AnyHandle],
     ) -> dist.Work:
         # Who waits at once is served in its own thread. Old versions of torch do not say.
         wait = not getattr(opts, "asyncOp", True)
@@ -317,17 +341,17 @@ class ProcessGroup(_Base):
         self,
         opts: Any,
         results: Sequence[Tensor],
-        calls: Sequence[Callable[..., Handle | None]],
+        calls: Sequence[Callable[..., AnyHandle]],
     ) -> dist.Work:
         wait = not getattr(opts, "asyncOp", True)
-        handle: Handle | None = None
+        handle: AnyHandle = None
         for call in calls:
             handle = call(self.reducer, async_op=not wait)
         return Work(handle, results)  # they end in order: the last one's end is all's
 
 
-def _bind(method: Callable[..., Handle | None], *arguments: Any) -> Callable[..., Handle | None]:
-    def call(group: Reducer, *, async_op: bool) -> Handle | None:
+def _bind(method: Callable[..., AnyHandle], *arguments: Any) -> Callable[..., AnyHandle]:
+    def call(group: Reducer, *, async_op: bool) -> AnyHandle:
         return method(group, *arguments, async_op=async_op)
 
     return call

@@ -1,6 +1,7 @@
 """How ranks find each other before they share memory: an all-gather of small texts.
 
-Anything that can do that will serve. Here are the two that torch has: a store, and a process group.
+Anything that can do that will serve. Here are the two that torch has, a store and a process group,
+and a reducer itself, which a second one is made with.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import distributed as dist
 
 from hfreduce.errors import DeadPeerError, LatePeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from hfreduce.reducer import Reducer
 
 # Finds a rank whose process is dead, or None.
 Watch = Callable[[], "int | None"]
@@ -71,6 +75,20 @@ def through_group(group: dist.ProcessGroup | None) -> Exchange:
         texts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(texts, text, group=group)
         return texts
+
+    return exchange
+
+
+def through_collectives(group: Reducer) -> Exchange:
+    """Return an exchange through a reducer that exists already."""
+
+    def exchange(text: str, watch: Watch | None) -> list[str]:
+        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        sizes = torch.empty(group.world_size, dtype=torch.int64)
+        group.all_gather(sizes, torch.tensor([data.numel()]))
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+        group.all_gather(parts, data)
+        return [bytes(part.tolist()).decode().strip() for part in parts]
 
     return exchange
 

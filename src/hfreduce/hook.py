@@ -75,7 +75,7 @@ def _average_of_active(
     reducer: Reducer, gradients: Tensor, active: bool
 ) -> torch.futures.Future[Tensor]:
     count = torch.tensor([int(active)])
-    reducer.all_reduce(count, async_op=True)
+    reducer.all_reduce(count)
     handle = reducer.all_reduce(gradients, async_op=True)
     assert handle is not None
 

@@ -20,10 +20,13 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from hfreduce import dtypes, exchange, outcome, segment, topology
+from hfreduce.cuda import CHUNK_BYTES as GPU_CHUNK_BYTES
+from hfreduce.cuda import CudaHandle, CudaReducer
 from hfreduce.handle import Handle
 from hfreduce.tensors import Flat, flat, pointers
 from hfreduce.worker import Worker
@@ -127,17 +130,20 @@ class Reducer:
         self.settings = settings
         self._group, self._process = group, os.getpid()
         self._worker = Worker(f"hfreduce-{rank}")
-        self._end = weakref.finalize(self, _end, group, self._worker, self._process)
+        self._members, self._threads = members, threads
+        self._gpus: dict[int, CudaReducer] = {}
+        self._end = weakref.finalize(self, _end, group, self._worker, self._process, self._gpus)
 
     # ---- collectives ----
 
     def all_reduce(
         self, tensor: Tensor, op: object = "sum", *, async_op: bool = False
-    ) -> Handle | None:
+    ) -> Handle | CudaHandle | None:
         """Reduce a tensor over all ranks, in place.
 
         Args:
-            tensor: Of the same type and number of elements on all ranks.
+            tensor: Of the same type and number of elements on all ranks; on the CPU, or on all
+                ranks on a GPU: later work of the current stream waits for it there.
             op: "sum", "avg", "min" or "max", or torch's ReduceOp of that name.
             async_op: Return a handle at once.
 
@@ -146,6 +152,8 @@ class Reducer:
             PeerError: Another rank died, came too late, or called something else.
         """
         dtype, number = dtypes.check(_tensor(tensor).dtype, op)
+        if tensor.device.type == "cuda":
+            return self._reduce_on_gpu(tensor, op, async_op)
         data = flat(tensor)
         job = self._job(
             _ALL_REDUCE, dtype, number, 0, [data], [data], [tensor.numel()], "all_reduce"
@@ -318,16 +326,57 @@ class Reducer:
 
     # ---- within ----
 
-    def _start(self, job: Job, async_op: bool) -> Handle | None:
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this Reducer belongs to process {self._process}, which forked this one: "
                 f"make a new one here, or start processes with the method 'spawn'"
             )
+
+    def _start(self, job: Job, async_op: bool) -> Handle | None:
+        self._check_process()
         if async_op:
             return Handle(self._worker.submit(job))
         self._worker.call(job)
         return None
+
+    def _reduce_on_gpu(self, tensor: Tensor, op: object, async_op: bool) -> CudaHandle | None:
+        self._check_process()
+        if self.world_size == 1:
+            done = CudaHandle(None, None, torch.cuda.current_stream(tensor.device))
+            return done if async_op else None
+        handle = self.gpu(tensor.device).all_reduce(tensor, op)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def gpu(
+        self, device: torch.device, *, chunk_bytes: int = GPU_CHUNK_BYTES, flags: bool = True
+    ) -> CudaReducer:
+        """Return the group's part for a GPU of this rank; all ranks make it together, once.
+
+        Args:
+            device: With its index.
+            chunk_bytes: What is copied at a time; a multiple of 64.
+            flags: Let streams wait for words where the driver can, and not the host for events.
+
+        Raises:
+            UnavailableError: A rank could not pin the memory.
+        """
+        if device.index not in self._gpus:
+            self._gpus[device.index] = CudaReducer(
+                exchange.through_collectives(self),
+                self.rank,
+                self._members,
+                self.labels,
+                device,
+                self.timeout,
+                self._threads,
+                chunk_bytes,
+                flags,
+            )
+        return self._gpus[device.index]
 
     def _job(
         self,
@@ -419,8 +468,10 @@ def _seconds(timeout: float | timedelta) -> float:
     return seconds
 
 
-def _end(group: Group, worker: Worker, process: int) -> None:
+def _end(group: Group, worker: Worker, process: int, gpus: dict[int, CudaReducer]) -> None:
     if os.getpid() == process:  # a forked child owns nothing here
+        for gpu in gpus.values():
+            gpu.close()
         group.stop()
         worker.close()
         group.close()

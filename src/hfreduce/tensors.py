@@ -44,7 +44,9 @@ def flat(tensor: Tensor) -> Flat:
     if tensor.layout != torch.strided:
         raise ValueError(f"a tensor of layout {tensor.layout} was given: make it dense first")
     if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} was given: a Reducer's are on the CPU")
+        raise ValueError(
+            f"a tensor on {tensor.device} was given: only all_reduce takes those of GPUs"
+        )
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return Flat(tensor, tensor)

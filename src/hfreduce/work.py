@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from hfreduce.cuda import CudaHandle
 from hfreduce.handle import Handle
 
 
@@ -20,7 +21,7 @@ class Work(dist.Work):
         results: The tensors that it wrote.
     """
 
-    def __init__(self, handle: Handle | None, results: Sequence[Tensor]) -> None:
+    def __init__(self, handle: Handle | CudaHandle | None, results: Sequence[Tensor]) -> None:
         super().__init__()
         self._handle, self._results = handle, list(results)
         self._future: torch.futures.Future[object] | None = None

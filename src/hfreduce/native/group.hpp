@@ -22,10 +22,8 @@ struct Options {
 class Group {
  public:
   Group(Segment &&segment, const Options &options)
-      : segment_(std::move(segment)), options_(options), process_(getpid()) {
-    const InstructionSet *set = instruction_set(options_.instructions);
-    if (!set)
-      throw std::invalid_argument("this processor does not run " + options_.instructions);
+      : segment_(std::move(segment)), options_(options), process_(getpid()),
+        table_(table_of(options.instructions)) {
     waiter_.segment = &segment_;
     waiter_.peers = &peers_;
     waiter_.self = options_.rank;
@@ -33,7 +31,7 @@ class Group {
     waiter_.yields = options_.yields;
     waiter_.stopping = &stopping_;
     for (int i = 0; i < options_.shape.lanes; ++i)
-      lanes_.emplace_back(segment_, waiter_, *set->table, options_.tuning, i, options_.rank);
+      lanes_.emplace_back(segment_, waiter_, table_, options_.tuning, i, options_.rank);
     if (options_.shape.lanes > 1) threads_ = std::make_unique<Lanes>(options_.shape.lanes);
   }
 
@@ -57,6 +55,7 @@ class Group {
     call.counts = {0};
     const Status status = lanes_[0].run(call);
     segment_.close_descriptor();
+    waiter_.interrupted = nullptr;
     return status;
   }
 
@@ -65,10 +64,16 @@ class Group {
         std::chrono::duration<double>(seconds));
   }
 
-  Status run(const Call &call, const std::function<bool()> &interrupted) {
+  // Whether calls are possible, or why not.
+  Status usable() const {
     if (getpid() != process_) return {Reason::kForked, options_.rank};
     if (closed_) return {Reason::kClosed, options_.rank};
     if (const uint64_t failure = segment_.header().failure.load()) return Status::unpacked(failure);
+    return {};
+  }
+
+  Status run(const Call &call, const std::function<bool()> &interrupted) {
+    if (Status status = usable(); !status) return status;
     waiter_.interrupted = interrupted;
     const int lanes = static_cast<int>(lanes_.size());
     if (lanes == 1 || bytes_of(call) < kLanesFrom) {
@@ -91,6 +96,11 @@ class Group {
   }
 
   const Stamp &mismatch() const { return mismatch_; }
+  void set_mismatch(const Stamp &stamp) { mismatch_ = stamp; }
+  const Segment &segment() const { return segment_; }
+  const Waiter &waiter() const { return waiter_; }
+  const Table &table() const { return table_; }
+  int rank() const { return options_.rank; }
   int descriptor() const { return segment_.descriptor(); }
   size_t bytes() const { return options_.shape.bytes(); }
 
@@ -112,6 +122,12 @@ class Group {
   }
 
  private:
+  static const Table &table_of(const std::string &instructions) {
+    const InstructionSet *set = instruction_set(instructions);
+    if (!set) throw std::invalid_argument("this processor does not run " + instructions);
+    return *set->table;
+  }
+
   static constexpr int64_t kLanesFrom = 1 << 20;  // bytes of a call that are worth other threads
 
   static int64_t bytes_of(const Call &call) {
@@ -146,6 +162,7 @@ class Group {
   Segment segment_;
   Options options_;
   const int process_;
+  const Table &table_;
   Peers peers_;
   Waiter waiter_;
   std::vector<Lane> lanes_;

@@ -7,7 +7,7 @@
 
 #include <tuple>
 
-#include "group.hpp"
+#include "cuda_path.hpp"
 
 namespace nb = nanobind;
 using namespace hfreduce;
@@ -158,6 +158,41 @@ NB_MODULE(_engine, module) {
                                static_cast<int>(stamp.op), static_cast<int>(stamp.root),
                                static_cast<int64_t>(stamp.count));
       }, "(kind, dtype, op, root, count) that another rank called instead.");
+  nb::class_<CudaPath>(module, "CudaPath")
+      .def(nb::init<Group &, int, bool, int>(), nb::arg("group"), nb::arg("device"),
+           nb::arg("flags"), nb::arg("threads"), nb::keep_alive<1, 2>(),
+           "Pin the group's memory in a device's primary context; RuntimeError in CUDA's words.")
+      .def_prop_ro("flags", &CudaPath::flags)
+      .def_prop_ro("out", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.out()); })
+      .def_prop_ro("back", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.back()); })
+      .def(
+          "chunks",
+          [](const CudaPath &path, int64_t count, int dtype) {
+            return path.chunks_of({0, count, static_cast<Dtype>(dtype), Op::kSum, 0});
+          },
+          nb::arg("count"), nb::arg("dtype"), "How many chunks a tensor has.")
+      .def(
+          "enqueue",
+          [](CudaPath &path, uintptr_t tensor, int64_t count, int dtype, int op, uint32_t first) {
+            path.enqueue({tensor, count, static_cast<Dtype>(dtype), static_cast<Op>(op), first});
+          },
+          nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
+          nb::call_guard<nb::gil_scoped_release>(), "Enqueue all copies of an all-reduce.")
+      .def(
+          "serve",
+          [](CudaPath &path, uintptr_t tensor, int64_t count, int dtype, int op, uint32_t first) {
+            Status status;
+            {
+              nb::gil_scoped_release unlocked;
+              status = path.serve(
+                  {tensor, count, static_cast<Dtype>(dtype), static_cast<Op>(op), first});
+            }
+            return outcome(status);
+          },
+          nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
+          "Carry an all-reduce through; returns (reason, rank, told).")
+      .def("close", &CudaPath::close, nb::call_guard<nb::gil_scoped_release>(),
+           "Unpin; no call may be running.");
   module.def("start_time", &start_time, nb::arg("pid"),
              "When a process started, in clock ticks since boot; -1: it does not live.");
   module.def("combine", &combine, nb::arg("instructions"), nb::arg("dtype"), nb::arg("op"),

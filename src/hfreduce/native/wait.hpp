@@ -89,6 +89,12 @@ class Waiter {
     return asleep(word, target, rank);
   }
 
+  // What is wrong where `rank` has been waited for since then, if anything; the group breaks with it.
+  Status checked(int rank, Clock::time_point since) const {
+    const Status status = look(rank, since);
+    return status || status.told ? status : broken(status);
+  }
+
   // Breaks the group for all its ranks; the first reason stays.
   Status broken(Status why) const {
     uint64_t none = 0;
