@@ -28,6 +28,7 @@ from torch import distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 
 import hfreduce
+from benchmarks import allreduce_cuda
 from benchmarks.harness import machine
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -115,6 +116,7 @@ def summary(row: dict[str, Any]) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--ranks", "counts", type=click.IntRange(2), multiple=True, default=(2, 4))
 @click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True)
 @click.option("--most", type=float, default=256, show_default=True, help="MiB of the largest.")
@@ -125,9 +127,50 @@ def summary(row: dict[str, Any]) -> str:
     help="The result file, or - for none.  [default: benchmarks/results/<machine>/…]",
 )
 def main(
+    device: str,
+    counts: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    most: float,
+    rounds: int,
+    out: Path | None,
+) -> None:
+    """Measure all-reduces of CPU tensors, or of GPUs' (benchmarks/allreduce_cuda.py)."""
+    if device == "cuda":
+        on_gpus(counts, rounds, out)
+    else:
+        on_cpu(counts, dtypes, most, rounds, out)
+
+
+def on_gpus(counts: tuple[int, ...], rounds: int, out: Path | None) -> None:
+    """Measure one rank, then each number of ranks, on the GPUs there are."""
+    if not torch.cuda.is_available():
+        click.echo("allreduce.py: torch finds no CUDA device: use --device cpu", err=True)
+        sys.exit(1)
+    gpu = torch.device("cuda")
+    result: dict[str, Any] = {
+        "operator": "allreduce",
+        "machine": machine.describe(gpu) | {"gpus": torch.cuda.device_count()},
+        "versions": machine.versions(gpu),
+        "commit": machine.commit(),
+        "date": machine.now(),
+        "command": f"python benchmarks/allreduce.py --device cuda --rounds {rounds} "
+        + " ".join(f"--ranks {ranks}" for ranks in counts),
+        "complete": True,
+        "cases": [],
+    }
+    for ranks in (1, *counts):
+        with tempfile.TemporaryDirectory() as work:
+            start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
+            start(allreduce_cuda.measure, (ranks, work, rounds), nprocs=ranks)
+            lines = Path(work, "cases").read_text().splitlines()
+            result["cases"] += [json.loads(line) for line in lines]
+    write(result, "allreduce_cuda", out)
+
+
+def on_cpu(
     counts: tuple[int, ...], dtypes: tuple[str, ...], most: float, rounds: int, out: Path | None
 ) -> None:
-    """Measure all-reduces of CPU tensors."""
+    """Measure CPU tensors of all sizes and types for each number of ranks."""
     cpu = torch.device("cpu")
     chosen = dtypes or tuple(DTYPES)
     sizes = [size for size in SIZES if size <= most * MIB]
@@ -162,11 +205,17 @@ def main(
     }
     for name, ratio in worst.items():
         click.echo(f"least ratio to gloo {name}: {math.floor(ratio * 10) / 10:.1f}")
-    if str(out) != "-":
-        slug = result["machine"]["slug"]
-        out = out or machine.ROOT / "benchmarks" / "results" / slug / "allreduce_cpu.json"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    write(result, "allreduce_cpu", out)
+
+
+def write(result: dict[str, Any], name: str, out: Path | None) -> None:
+    """Write a result file: where it belongs, or where it is asked for."""
+    if str(out) == "-":
+        return
+    slug = result["machine"]["slug"]
+    out = out or machine.ROOT / "benchmarks" / "results" / slug / f"{name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
