@@ -17,6 +17,7 @@ from hfreduce.errors import (
     PeerError,
     UnavailableError,
 )
+from hfreduce.explain import Explanation, explain
 from hfreduce.handle import Handle
 from hfreduce.hook import HookState, average
 from hfreduce.reducer import Reducer
@@ -26,6 +27,7 @@ register()
 
 __all__ = [
     "DeadPeerError",
+    "Explanation",
     "Handle",
     "HookState",
     "LatePeerError",
@@ -35,5 +37,6 @@ __all__ = [
     "Reducer",
     "UnavailableError",
     "average",
+    "explain",
     "is_available",
 ]

@@ -93,6 +93,16 @@ class ProcessGroup(_Base):
                 raise
         return self._reducer
 
+    @property
+    def has_reducer(self) -> bool:
+        """Whether the group's reducer has been made."""
+        return self._reducer is not None
+
+    @property
+    def unavailable(self) -> str:
+        """Why the ranks cannot share memory, once that has turned out; else nothing."""
+        return self._unavailable
+
     # ---- collectives, under the names by which torch calls them ----
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -297,6 +297,16 @@ class Reducer:
         )
 
     # ---- the group ----
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that the ranks share, GPUs' left out."""
+        return self._group.nbytes
+
+    @property
+    def gpus(self) -> Mapping[int, CudaReducer]:
+        """The parts of this rank's GPUs that have been used, by index."""
+        return self._gpus
 
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Change how late a rank may be, for the calls that follow."""
