@@ -1,6 +1,6 @@
 """How fast ranks of one machine add tensors: hfreduce against gloo in the same processes.
 
-    python benchmarks/allreduce.py                                # the published table, 10 minutes
+    python benchmarks/allreduce.py                                # the published table, 5 minutes
     python benchmarks/allreduce.py --ranks 2 --most 1 --rounds 3 --out -     # a quick look
 
 Every round times each way in turn, starting with another one each round, and a ratio is taken round
