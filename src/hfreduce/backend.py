@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C import _distributed_c10d
 
 from hfreduce import dtypes
 from hfreduce.cuda import CudaHandle
@@ -35,7 +36,7 @@ NAME = "hfreduce"
 AnyHandle = Handle | CudaHandle | None
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-_torch: Any = dist  # whose stubs lack some of the names
+_torch: Any = _distributed_c10d  # where all of torch's names are, in every version
 # Each method has several overloads in torch's stubs, of which its own code calls one.
 _Base: Any = dist.ProcessGroup
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in from 3.11 on
 
 import torch
 
@@ -33,7 +34,7 @@ class Handle:
         """
         try:
             self._future.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:
             if self._future.done():
                 raise
             raise TimeoutError(f"the call has not ended after {timeout:g} s") from None
