@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -183,6 +184,7 @@ def on_cpu(
         "date": machine.now(),
         "command": command if not dtypes and counts == (2, 4) and most == 256 else "a part",
         "complete": not dtypes and counts == (2, 4) and most == 256,
+        "load_before": round(os.getloadavg()[0], 1),
         "cases": [],
     }
     for ranks in counts:

@@ -27,6 +27,10 @@ def table(result: Result) -> str:
         "Time of one all-reduce, median of the rounds; ratio to gloo, round by round: median "
         "(lowest to highest). hfreduce's time is the Reducer's."
     )
+    load = result.data.get("load_before", 0)
+    cores = result.machine["cores"]
+    if load > cores / 2:
+        note += f" The {cores} cores had other work too: a load of {load} before the first round."
     return "\n".join([*lines, "", note, "", result.provenance()])
 
 
