@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from hfreduce import dtypes, exchange, outcome, segment, topology
+from hfreduce import arguments, dtypes, exchange, outcome, segment, topology
 from hfreduce.cuda import CHUNK_BYTES as GPU_CHUNK_BYTES
 from hfreduce.cuda import CudaHandle, CudaReducer
 from hfreduce.handle import Handle
@@ -78,8 +78,8 @@ class Reducer:
         chunk_bytes: int = segment.CHUNK_BYTES,
         label: str | None = None,
     ) -> None:
-        seconds = _seconds(timeout)
-        _check_rank(rank, world_size)
+        seconds = arguments.seconds(timeout)
+        arguments.check_rank(rank, world_size)
         meeting = exchange.through_store(store, rank, world_size, name, seconds)
         self._connect(meeting, rank, world_size, seconds, threads, chunk_bytes, label)
 
@@ -104,7 +104,9 @@ class Reducer:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         meeting = exchange.through_group(group)
         label = f"rank {rank} (global rank {dist.get_rank()})" if group is not None else None
-        self._connect(meeting, rank, world_size, _seconds(timeout), threads, chunk_bytes, label)
+        self._connect(
+            meeting, rank, world_size, arguments.seconds(timeout), threads, chunk_bytes, label
+        )
         return self
 
     def _connect(
@@ -118,7 +120,7 @@ class Reducer:
         label: str | None,
     ) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        _check_layout(world_size, threads, chunk_bytes)
+        arguments.check_layout(world_size, threads, chunk_bytes)
         members = segment.meet(meeting, label or f"rank {rank}")
         self.labels = [f"{member.label} (pid {member.pid})" for member in members]
         if threads is None:
@@ -151,7 +153,7 @@ class Reducer:
             TypeError: The type is not reduced; `hfreduce.dtypes.DTYPES` has those that are.
             PeerError: Another rank died, came too late, or called something else.
         """
-        dtype, number = dtypes.check(_tensor(tensor).dtype, op)
+        dtype, number = dtypes.check(arguments.tensor(tensor).dtype, op)
         if tensor.device.type == "cuda":
             return self._reduce_on_gpu(tensor, op, async_op)
         data = flat(tensor)
@@ -164,7 +166,7 @@ class Reducer:
         self, tensor: Tensor, dst: int, op: object = "sum", *, async_op: bool = False
     ) -> Handle | None:
         """Reduce a tensor over all ranks into the one of rank `dst`; the others keep theirs."""
-        dtype, number = dtypes.check(_tensor(tensor).dtype, op)
+        dtype, number = dtypes.check(arguments.tensor(tensor).dtype, op)
         data = flat(tensor)
         targets = [data] if self._root(dst) == self.rank else []
         job = self._job(_REDUCE, dtype, number, dst, [data], targets, [tensor.numel()], "reduce")
@@ -172,7 +174,7 @@ class Reducer:
 
     def broadcast(self, tensor: Tensor, src: int, *, async_op: bool = False) -> Handle | None:
         """Give all ranks the tensor of rank `src`."""
-        data, sends = flat(_tensor(tensor)), self._root(src) == self.rank
+        data, sends = flat(arguments.tensor(tensor)), self._root(src) == self.rank
         sources, targets = ([data], []) if sends else ([], [data])
         job = self._job(
             _BROADCAST, dtypes.BYTES, 0, src, sources, targets, [data.nbytes], "broadcast"
@@ -193,7 +195,7 @@ class Reducer:
         Raises:
             ValueError: The outputs do not fit.
         """
-        targets = self._parts(outputs, _tensor(tensor), "outputs")
+        targets = arguments.parts(self.world_size, outputs, arguments.tensor(tensor), "outputs")
         data = flat(tensor)
         if targets[self.rank].nbytes != data.nbytes:
             raise ValueError(
@@ -224,8 +226,8 @@ class Reducer:
         Raises:
             ValueError: The inputs do not fit.
         """
-        dtype, number = dtypes.check(_tensor(output).dtype, op)
-        sources = self._parts(inputs, output, "inputs")
+        dtype, number = dtypes.check(arguments.tensor(output).dtype, op)
+        sources = arguments.parts(self.world_size, inputs, output, "inputs")
         target, item = flat(output), output.element_size()
         if sources[self.rank].nbytes != target.nbytes:
             raise ValueError(
@@ -254,12 +256,14 @@ class Reducer:
             dst: Who receives.
             async_op: Return a handle at once.
         """
-        data, receives = flat(_tensor(tensor)), self._root(dst) == self.rank
+        data, receives = flat(arguments.tensor(tensor)), self._root(dst) == self.rank
         targets: list[Flat] = []
         if receives:
             if gather_list is None:
                 raise ValueError(f"rank {dst} gathers: it needs gather_list, a tensor a rank")
-            targets = self._parts(gather_list, tensor, "gather_list", equal=True)
+            targets = arguments.parts(
+                self.world_size, gather_list, tensor, "gather_list", equal=True
+            )
         counts = [data.nbytes] * self.world_size
         job = self._job(_GATHER, dtypes.BYTES, 0, dst, [data], targets, counts, "gather")
         return self._start(job, async_op)
@@ -280,12 +284,14 @@ class Reducer:
             src: Who sends.
             async_op: Return a handle at once.
         """
-        data, sends = flat(_tensor(tensor)), self._root(src) == self.rank
+        data, sends = flat(arguments.tensor(tensor)), self._root(src) == self.rank
         sources: list[Flat] = []
         if sends:
             if scatter_list is None:
                 raise ValueError(f"rank {src} scatters: it needs scatter_list, a tensor a rank")
-            sources = self._parts(scatter_list, tensor, "scatter_list", equal=True)
+            sources = arguments.parts(
+                self.world_size, scatter_list, tensor, "scatter_list", equal=True
+            )
         counts = [data.nbytes] * self.world_size
         job = self._job(_SCATTER, dtypes.BYTES, 0, src, sources, [data], counts, "scatter")
         return self._start(job, async_op)
@@ -310,7 +316,7 @@ class Reducer:
 
     def set_timeout(self, timeout: float | timedelta) -> None:
         """Change how late a rank may be, for the calls that follow."""
-        self.timeout = _seconds(timeout)
+        self.timeout = arguments.seconds(timeout)
         self._group.set_timeout(self.timeout)
 
     def close(self) -> None:
@@ -420,62 +426,6 @@ class Reducer:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank}: the group has {self.world_size}, from 0")
         return rank
-
-    def _parts(
-        self, parts: Tensor | Sequence[Tensor], like: Tensor, name: str, *, equal: bool = False
-    ) -> list[Flat]:
-        if isinstance(parts, Tensor):
-            if parts.numel() % self.world_size:
-                raise ValueError(
-                    f"{name} has {parts.numel()} elements, which {self.world_size} ranks cannot "
-                    f"share evenly: give a list of tensors, one for each rank"
-                )
-            if not parts.is_contiguous():
-                raise ValueError(f"{name} is not contiguous: give a list of tensors, or a copy")
-            parts = (
-                parts.detach().view(-1).chunk(self.world_size)
-                if parts.numel()
-                else [parts] * self.world_size
-            )
-        if len(parts) != self.world_size:
-            raise ValueError(f"{name} has {len(parts)} tensors for {self.world_size} ranks")
-        for index, part in enumerate(parts):
-            if _tensor(part).dtype != like.dtype:
-                raise ValueError(f"{name}[{index}] is {part.dtype}, the tensor is {like.dtype}")
-            if equal and part.numel() != like.numel():
-                raise ValueError(
-                    f"{name}[{index}] has {part.numel()} elements, the tensor {like.numel()}"
-                )
-        return [flat(part) for part in parts]
-
-
-def _tensor(value: object) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"a {type(value).__name__} was given where a torch.Tensor is needed")
-    return value
-
-
-def _check_rank(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not in 0 … {world_size - 1} (world_size={world_size})")
-
-
-def _check_layout(world_size: int, threads: int | None, chunk_bytes: int) -> None:
-    if world_size > segment.MOST_RANKS:
-        raise ValueError(f"world_size={world_size}: a group has at most {segment.MOST_RANKS} ranks")
-    if threads is not None and not 1 <= threads <= 64:
-        raise ValueError(f"threads={threads} is not in 1 … 64")
-    if chunk_bytes < segment.LEAST_CHUNK_BYTES or chunk_bytes % 64:
-        raise ValueError(
-            f"chunk_bytes={chunk_bytes} is no multiple of 64 from {segment.LEAST_CHUNK_BYTES} on"
-        )
-
-
-def _seconds(timeout: float | timedelta) -> float:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not 0 < seconds < 1e8:
-        raise ValueError(f"timeout={timeout} is not a positive number of seconds")
-    return seconds
 
 
 def _end(group: Group, worker: Worker, process: int, gpus: dict[int, CudaReducer]) -> None:

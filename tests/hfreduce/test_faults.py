@@ -344,3 +344,32 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once() -> None:
         assert ended[rank].error == "DeadPeerError"
         assert "rank 1 died while the group 'group' was made" in ended[rank].text
         assert ended[rank].seconds < 5
+
+
+def closed_by_a_handler(rank: int, world: int, store: str) -> str:
+    group = reducer(rank, world, store, timeout=20)
+    group.barrier()
+    if rank == 1:
+        time.sleep(1.0)
+        return ""
+    said = []
+
+    def handler(*_: object) -> None:
+        try:
+            group.barrier()
+        except RuntimeError as error:
+            said.append(str(error))
+        group.close()
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(RuntimeError, match="this Reducer is closed"):
+        group.all_reduce(torch.ones(100))
+    with pytest.raises(RuntimeError, match="this Reducer is closed"):
+        group.barrier()
+    return said[0]
+
+
+def test_a_signals_handler_may_close_the_group_but_not_call_within_a_call() -> None:
+    said = run(closed_by_a_handler, 2)[0]
+    assert "a signal's handler cannot call a collective within another" in said

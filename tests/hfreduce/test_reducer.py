@@ -265,6 +265,10 @@ def test_a_closed_reducer_says_so(tmp_path: Any) -> None:
         group.barrier()
     with pytest.raises(RuntimeError, match="barrier: this Reducer is closed"):
         group.barrier()
+    handle = group.all_reduce(torch.ones(3), async_op=True)
+    assert handle is not None
+    with pytest.raises(RuntimeError, match="all_reduce: this Reducer is closed"):
+        handle.wait()
     group.close()  # again: nothing happens
 
 

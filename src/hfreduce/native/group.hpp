@@ -74,6 +74,7 @@ class Group {
 
   Status run(const Call &call, const std::function<bool()> &interrupted) {
     if (Status status = usable(); !status) return status;
+    const Running running(running_);
     waiter_.interrupted = interrupted;
     const int lanes = static_cast<int>(lanes_.size());
     if (lanes == 1 || bytes_of(call) < kLanesFrom) {
@@ -107,7 +108,8 @@ class Group {
   // Makes calls that wait return, from any thread.
   void stop() { stopping_.store(true); }
 
-  // Tells the others that this rank takes part no more. No call may be running.
+  // Tells the others that this rank takes part no more. No call may be running, but the one that a
+  // signal's handler has interrupted to close the group: then the memory goes with the object.
   void close() {
     if (closed_ || getpid() != process_) return;
     closed_ = true;
@@ -116,12 +118,19 @@ class Group {
       Progress &progress = segment_.progress(lane, options_.rank);
       for (Word *word : {&progress.put, &progress.combined, &progress.taken}) wake_all(*word);
     }
+    if (running_) return;
     threads_.reset();
     segment_.close_descriptor();
     segment_.unmap();
   }
 
  private:
+  struct Running {
+    explicit Running(int &count) : count(count) { ++count; }
+    ~Running() { --count; }
+    int &count;
+  };
+
   static const Table &table_of(const std::string &instructions) {
     const InstructionSet *set = instruction_set(instructions);
     if (!set) throw std::invalid_argument("this processor does not run " + instructions);
@@ -169,6 +178,7 @@ class Group {
   std::unique_ptr<Lanes> threads_;
   std::atomic<bool> stopping_{false};
   bool closed_ = false;
+  int running_ = 0;
   Stamp mismatch_{};
 };
 
