@@ -1,7 +1,7 @@
 // The few calls of the CUDA driver that moving needs, found at run time.
 //
-// Nothing here launches a kernel: copies go through the copy engines, and 32-bit values are written and
-// waited for by the streams themselves.
+// Nothing here launches a kernel: copies go through the copy engines, and 32-bit values are written
+// and waited for by the streams themselves.
 #pragma once
 
 #include <dlfcn.h>
@@ -89,6 +89,9 @@ class CudaDriver {
     find(library, "cuGetErrorString", error_string);
     find(library, "cuStreamWriteValue32_v2", stream_write, true);
     find(library, "cuStreamWaitValue32_v2", stream_wait, true);
+    CUresult (*initialise)(unsigned);
+    find(library, "cuInit", initialise);
+    check(initialise(0), "cuInit");
   }
 
   template <class F>
