@@ -10,6 +10,7 @@ Importing this registers the backend, where torch was built with torch.distribut
 from __future__ import annotations
 
 from hfreduce.backend import ProcessGroup, register
+from hfreduce.benchmark import Rate, benchmark
 from hfreduce.errors import (
     DeadPeerError,
     LatePeerError,
@@ -34,9 +35,11 @@ __all__ = [
     "MismatchError",
     "PeerError",
     "ProcessGroup",
+    "Rate",
     "Reducer",
     "UnavailableError",
     "average",
+    "benchmark",
     "explain",
     "is_available",
 ]
