@@ -10,7 +10,6 @@ Importing this registers the backend, where torch was built with torch.distribut
 from __future__ import annotations
 
 from hfreduce.backend import ProcessGroup, register
-from hfreduce.benchmark import Rate, benchmark
 from hfreduce.errors import (
     DeadPeerError,
     LatePeerError,
@@ -18,9 +17,10 @@ from hfreduce.errors import (
     PeerError,
     UnavailableError,
 )
-from hfreduce.explain import Explanation, explain
+from hfreduce.explanation import Explanation, explain
 from hfreduce.handle import Handle
 from hfreduce.hook import HookState, average
+from hfreduce.rates import Rate, benchmark
 from hfreduce.reducer import Reducer
 from hfreduce.segment import is_available
 

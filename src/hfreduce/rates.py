@@ -53,19 +53,21 @@ def benchmark(
         rounds: For each size; each is several calls where the size is small.
     """
     found = []
-    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    on_gpu = torch.device(device).type == "cuda"
     for nbytes in sizes:
         tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device)
         calls = max(1, min(_MOST_CALLS, _BYTES_A_ROUND // max(1, nbytes)))
         times = torch.empty(rounds, dtype=torch.float64)
         reducer.all_reduce(tensor)  # the first touches the memory
         for turn in range(rounds):
-            wait()
+            if on_gpu:
+                torch.cuda.synchronize(device)
             reducer.barrier()
             start = time.perf_counter()
             for _ in range(calls):
                 reducer.all_reduce(tensor)
-            wait()
+            if on_gpu:
+                torch.cuda.synchronize(device)
             times[turn] = (time.perf_counter() - start) / calls
         reducer.all_reduce(times, "max")
         every = times.tolist()
