@@ -56,4 +56,5 @@ native-in-place:
 	@sh .ci/native-in-place $(PY)
 
 clean:
-	rm -rf build .pytest_cache .mypy_cache .ruff_cache src/hfai/kernels/_launch*.so src/ffrecord/_native*.so
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache src/hfai/kernels/_launch*.so src/ffrecord/_native*.so \
+	  src/hfreduce/_engine*.so

@@ -3,6 +3,7 @@
     <!-- figures:layer_norm -->         kernel times
     <!-- figures:layer_norm:calls -->   whole calls
     <!-- figures:layer_norm:grid -->    the grid: what it found, and its plots
+    <!-- figures:allreduce_cpu -->      all-reduces
     <!-- /figures -->                   closes each of them
 
 What stands between a marker and its end is replaced; the rest of the page is left as it is.
@@ -15,7 +16,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.drawing import plots, tables
+from benchmarks.drawing import allreduce, plots, tables
 from benchmarks.drawing.results import Result
 
 OPEN = re.compile(r"<!--\s*figures:([\w:.-]+)\s*-->")
@@ -58,6 +59,11 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
     Raises:
         ValueError: there is no figure of that name.
     """
+    if name.startswith("allreduce"):
+        measured = [result for result in results if result.name == name]
+        if not measured:
+            return "Not measured yet: `python benchmarks/allreduce.py` does."
+        return "\n\n".join(allreduce.table(result) for result in measured)
     operator, _, kind = name.partition(":")
     kind = kind or "kernel"
     if kind not in KINDS:

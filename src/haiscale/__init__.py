@@ -1,0 +1,4 @@
+"""Light parallel training over native torch.
+
+from haiscale.ddp import DistributedDataParallel
+"""

@@ -1,0 +1,164 @@
+"""torch's DistributedDataParallel, with gradients averaged through hfreduce where that is the way.
+
+    from haiscale.ddp import DistributedDataParallel       # or from hfai.nn.parallel
+    model = DistributedDataParallel(model, device_ids=[local_rank])
+
+A subclass that adds a communication hook and nothing else: buckets, unused parameters,
+accumulation, `join`, checkpoints and mixed precision are torch's. The hook is registered when the
+model is first used, so a script that registers its own keeps it. No thread outlives the group.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+from torch.nn import parallel
+
+from hfreduce import HookState, UnavailableError, average
+
+BACKENDS = ("auto", "hfreduce", "torch")
+_log = logging.getLogger(__name__)
+_Base: Any = parallel.DistributedDataParallel  # whose methods have no types
+
+
+class DistributedDataParallel(_Base):
+    """torch's DistributedDataParallel over hfreduce.
+
+    Args:
+        module: The model, as for torch's class.
+        *arguments: As for torch's class.
+        backend: "hfreduce"; "torch": the process group's own all-reduce; "auto": hfreduce for a
+            model on the CPU whose ranks are all on one machine, else "torch".
+        **options: As for torch's class (`device_ids`, `process_group`, `find_unused_parameters` …).
+
+    Attributes:
+        path: Who averages and why; "" until the model is first used.
+
+    Raises:
+        ValueError: The backend is not known, or "hfreduce" is asked for where it cannot be.
+        UnavailableError: "hfreduce" is asked for, and the ranks cannot share memory.
+    """
+
+    def __init__(
+        self, module: nn.Module, *arguments: Any, backend: str = "auto", **options: Any
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r} is not known: use one of {', '.join(BACKENDS)}")
+        super().__init__(module, *arguments, **options)
+        bare: Any = self.__dict__["reducer"]
+        self.reducer = _Stoppable(bare)
+        self.path = ""
+        self._backend = backend
+        self._joined = False
+        why = self._why_torch()
+        if backend == "hfreduce" and why:
+            raise ValueError(f"backend='hfreduce' cannot be: {why}")
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, as torch's class does."""
+        self._decide()
+        return super().forward(*inputs, **kwargs)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """Return what a rank does that has no data left, as torch's class does."""
+        self._decide()  # such a rank has to average with the others though it never runs the module
+        self._joined = False
+        return super().join_hook(**kwargs)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Average by a hook of one's own, as with torch's class."""
+        with _Bare(self):
+            super().register_comm_hook(state, hook)
+        self.path = f"a hook of the script's: {hook.__qualname__}"
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        with _Bare(self):
+            super()._register_builtin_comm_hook(comm_hook_type)
+        self.path = f"a hook of torch's: {comm_hook_type}"
+
+    def _match_all_reduce_for_bwd_pass(
+        self,
+    ) -> None:  # torch calls it where a rank has no data left
+        self._joined = True
+        super()._match_all_reduce_for_bwd_pass()
+
+    def _decide(self) -> None:
+        if self.path:
+            return
+        why = "it was asked for" if self._backend == "torch" else self._why_torch()
+        if not why:
+            try:
+                state = HookState(self.process_group, _active_of(weakref.ref(self)))
+            except UnavailableError as error:
+                if self._backend == "hfreduce":
+                    raise
+                why = str(error)
+            else:
+                self.register_comm_hook(state, average)
+        self.path = f"torch: {why}" if why else "hfreduce"
+        if self.process_group.rank() == 0:
+            _log.info("DistributedDataParallel averages through %s", self.path)
+
+    def _why_torch(self) -> str:
+        """Return why the process group's own all-reduce is the way, or nothing."""
+        if self.mixed_precision is not None:
+            return "torch's mixed_precision registers hooks of its own"
+        kind = next((p.device.type for p in self.module.parameters() if p.requires_grad), "cpu")
+        if kind not in ("cpu", "cuda"):
+            return f"the model is on a {kind} device"
+        if kind == "cuda" and self._backend != "hfreduce":
+            return "the model is on a GPU, where hfreduce is for who asks for it"
+        if dist.get_world_size(self.process_group) == 1:
+            return "there is one rank"
+        return ""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.path = ""
+        self.reducer = _Stoppable(self.__dict__["reducer"])
+
+
+def _active_of(reference: weakref.ref[DistributedDataParallel]) -> Callable[[], bool | None]:
+    # torch's C++ keeps the hook's state: a reference from there would keep the model for ever.
+    def active() -> bool | None:
+        model = reference()
+        if model is None or not model._join_config.enable:
+            return None
+        over_all = getattr(model, "_divide_by_initial_world_size", True)
+        return None if over_all else not model._joined
+
+    return active
+
+
+class _Stoppable:
+    """torch's C++ reducer, with the `stop` that scripts for the original call at their end."""
+
+    def __init__(self, bare: Any) -> None:
+        self.bare = bare
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "bare":
+            raise AttributeError(name)
+        return getattr(self.bare, name)
+
+    def stop(self) -> None:
+        """Do nothing: there is no thread to stop."""
+
+
+class _Bare:
+    """Gives a model torch's reducer itself for a while, which C++ functions ask for."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model, self._kept = model, model.reducer
+
+    def __enter__(self) -> None:
+        if isinstance(self._kept, _Stoppable):
+            self._model.reducer = self._kept.bare
+
+    def __exit__(self, *_: object) -> None:
+        self._model.reducer = self._kept

@@ -1,0 +1,5 @@
+"""Data parallel training: the original's name for what stands in `haiscale.ddp`."""
+
+from haiscale.ddp import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

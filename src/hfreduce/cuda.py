@@ -1,0 +1,186 @@
+"""All-reduces of tensors on GPUs: copy engines move, the CPU adds, no kernel runs.
+
+Each rank pins the group's memory and copies its tensor into it chunk by chunk; the CPU adds, as for
+tensors of the CPU; the sum is copied back. The copies wait for words in pinned memory that the CPU
+writes, so a call returns when they are enqueued and later work of the caller's stream waits on the
+GPU, not on the host. See native/cuda_path.hpp.
+
+A rank that fails leaves the others' tensors of that call undefined: their streams are let go, and
+their next call raises, as does `wait` of a handle whose call has failed by then.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hfreduce import dtypes, outcome, segment
+from hfreduce.errors import UnavailableError
+from hfreduce.exchange import Exchange
+from hfreduce.worker import Worker
+
+if TYPE_CHECKING:
+    from hfreduce._engine import CudaPath, Group
+
+# Large enough that a copy runs at the link's speed, small enough that four slots a rank stay few.
+CHUNK_BYTES = 4 << 20
+_WRAP = 1 << 32
+
+
+class CudaHandle:
+    """An all-reduce under way on a GPU."""
+
+    def __init__(
+        self, future: Future[None] | None, done: torch.cuda.Event | None, stream: torch.cuda.Stream
+    ) -> None:
+        self._future, self._done, self._stream = future, done, stream
+
+    def done(self) -> bool:
+        """Say whether the call has ended, well or not."""
+        return self._future is None or self._future.done()
+
+    def exception(self) -> BaseException | None:
+        """Return what the call raised; None while it is under way, and where it ended well."""
+        return self._future.exception() if self._future and self._future.done() else None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Make the current stream wait for the sum; the host waits only where words do not work.
+
+        Args:
+            timeout: Seconds that the host waits where it does.
+
+        Raises:
+            PeerError: The call has failed already.
+        """
+        if self._done is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+        if self._future is not None and (self._done is None or self._future.done()):
+            self._future.result(timeout)
+
+    def torch_future(self, value: object) -> torch.futures.Future[object]:
+        """Return torch's kind of future of a value here: who waits for it waits on the GPU."""
+        if self._done is None:
+            self.wait()
+        future: torch.futures.Future[object] = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(value)
+        return future
+
+
+class CudaReducer:
+    """One rank's GPU in a group; all ranks make it together.
+
+    Args:
+        meeting: How the ranks exchange texts.
+        rank: This rank.
+        members: All ranks.
+        labels: How messages call each.
+        device: This rank's GPU; several ranks may share one.
+        timeout: Seconds that a rank may be late.
+        threads: That add.
+        chunk_bytes: What is copied at a time.
+        flags: Let streams wait for words where the driver can; off, for tests: the host waits.
+
+    Raises:
+        UnavailableError: A rank could not pin the memory; all ranks raise it.
+    """
+
+    def __init__(
+        self,
+        meeting: Exchange,
+        rank: int,
+        members: list[segment.Member],
+        labels: list[str],
+        device: torch.device,
+        timeout: float,
+        threads: int = 1,
+        chunk_bytes: int = CHUNK_BYTES,
+        flags: bool = True,
+    ) -> None:
+        self._rank, self._labels, self._timeout = rank, labels, timeout
+        self.device = device
+        layout = segment.Settings(chunk_bytes=chunk_bytes, threads=1)
+        group, self.settings, ended = segment.connect(meeting, rank, members, layout, timeout)
+        outcome.check(ended, group, labels, rank, "the GPUs' first meeting", timeout)
+        path, problem = _open(group, device, flags, threads)
+        for peer, text in enumerate(meeting(problem, None)):
+            if text:
+                raise UnavailableError(f"{labels[peer]} cannot use its GPU: {text}")
+        assert path is not None
+        self._group, self._path = group, path
+        stream: Any = torch.cuda.ExternalStream
+        self._out = stream(path.out, device=device)
+        self._back = stream(path.back, device=device)
+        self._worker = Worker(f"hfreduce-{rank}-{device}")
+        self._lock = threading.Lock()
+        self._next = 1  # the ranks' meeting was chunk 0
+        self._failure: BaseException | None = None
+
+    @property
+    def flags(self) -> bool:
+        """Whether streams wait for words, or the host for events."""
+        return self._path.flags
+
+    def all_reduce(self, tensor: Tensor, op: object) -> CudaHandle:
+        """Reduce a contiguous tensor in place, after what the current stream does before.
+
+        Raises:
+            ValueError: The tensor is not contiguous.
+            RuntimeError: A CUDA graph is being captured, or an earlier call failed.
+        """
+        dtype, number = dtypes.check(tensor.dtype, op)
+        if not tensor.is_contiguous():
+            raise ValueError("a tensor on a GPU must be contiguous to be reduced in place")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("hfreduce cannot be captured in a CUDA graph: the host has a part")
+        if self._failure is not None:
+            raise self._failure
+        pointer, count = tensor.data_ptr(), tensor.numel()
+        with self._lock:
+            first = self._next
+            self._next = (first + self._path.chunks(count, dtype)) % _WRAP
+            event: Any = torch.cuda.Event
+            ready = event()
+            ready.record(torch.cuda.current_stream(self.device))
+            self._out.wait_event(ready)
+            # Served before it is enqueued: the GPU's queues may be shorter than the call.
+            future = self._worker.submit(lambda: self._serve(pointer, count, dtype, number, first))
+            done = None
+            if self._path.flags:
+                self._path.enqueue(pointer, count, dtype, number, first)
+                done = event()
+                done.record(self._back)
+        tensor.record_stream(self._out)
+        tensor.record_stream(self._back)
+        return CudaHandle(future, done, self._back)
+
+    def close(self) -> None:
+        """End the calls under way with an error, and unpin the memory."""
+        self._group.stop()
+        self._worker.close()
+        self._path.close()
+        self._group.close()
+
+    def _serve(self, pointer: int, count: int, dtype: int, op: int, first: int) -> None:
+        try:
+            ended = self._path.serve(pointer, count, dtype, op, first)
+            outcome.check(ended, self._group, self._labels, self._rank, "all_reduce", self._timeout)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+
+def _open(
+    group: Group, device: torch.device, flags: bool, threads: int
+) -> tuple[CudaPath | None, str]:
+    from hfreduce._engine import CudaPath
+
+    try:
+        torch.cuda.current_stream(device)  # torch makes the device's context, if nobody has
+        return CudaPath(group, device.index, flags, threads), ""
+    except RuntimeError as error:
+        return None, str(error)

@@ -1,0 +1,86 @@
+"""DDP's communication hook: gradients are averaged through a `Reducer`.
+
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    model.register_comm_hook(hfreduce.HookState(), hfreduce.average)
+
+What a reducer does not cover (sparse and complex gradients) takes the way that torch takes without
+a hook.
+"""
+
+# No `from __future__ import annotations`: torch compares the hook's annotations as types.
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from hfreduce import dtypes
+from hfreduce.backend import ProcessGroup
+from hfreduce.reducer import Reducer
+
+
+class HookState:
+    """What the hook needs: one for a model.
+
+    Args:
+        group: Of the ranks that average; None: the default group. All of them make the state.
+        active: Says whether this rank has data still, where ranks may run out of it and the
+            average is to be over those that have (`join` with
+            `divide_by_initial_world_size=False`); returns None where the average is over all.
+            None: over all, always.
+
+    Raises:
+        UnavailableError: The ranks cannot share memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        active: Callable[[], bool | None] | None = None,
+    ) -> None:
+        self.group = group
+        self.active = active
+        theirs = dist.group.WORLD if group is None else group
+        # A group of this backend has a reducer already, and one order for all calls.
+        self.reducer = (
+            theirs.reducer if isinstance(theirs, ProcessGroup) else Reducer.from_group(group)
+        )
+
+
+def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients over all ranks.
+
+    Args:
+        state: The model's.
+        bucket: Its buffer is averaged in place.
+
+    Returns:
+        A future of the buffer.
+    """
+    gradients = bucket.buffer()
+    if gradients.layout != torch.strided or not dtypes.is_covered(gradients.dtype, "avg"):
+        return allreduce_hook(state.group, bucket)  # type: ignore[arg-type]
+    active = state.active() if state.active is not None else None
+    if active is not None:
+        return _average_of_active(state.reducer, gradients, active)
+    handle = state.reducer.all_reduce(gradients, "avg", async_op=True)
+    assert handle is not None
+    return handle.torch_future(gradients)  # type: ignore[return-value]
+
+
+def _average_of_active(
+    reducer: Reducer, gradients: Tensor, active: bool
+) -> torch.futures.Future[Tensor]:
+    count = torch.tensor([int(active)])
+    reducer.all_reduce(count)
+    handle = reducer.all_reduce(gradients, async_op=True)
+    assert handle is not None
+
+    def divide(summed: torch.futures.Future[object]) -> Tensor:
+        summed.value()
+        return gradients.div_(count.item())
+
+    return handle.torch_future(gradients).then(divide)

@@ -1,0 +1,422 @@
+// All-reduces of tensors on a GPU: copy engines move, this process's threads add.
+//
+// Two streams: `out` copies a chunk of the tensor into this rank's slot and says so by writing a word,
+// `back` waits for a word, copies the sum from slot 0 into the tensor and writes another. All chunks
+// are enqueued in one call; a thread of the host then serves the call. The GPU reads and writes words
+// of this process alone:
+//
+//   allow    the host says: slots are free up to this chunk       (`out` waits for it)
+//   arrived  `out` says: copied up to this chunk
+//   go       the host says: the sums up to this chunk are whole   (`back` waits for it)
+//   returned `back` says: copied up to this chunk
+//
+// and the host relays them to the counters that ranks share. So whatever another rank does, this one can
+// let its own streams go: when a rank dies, `allow` and `go` jump to the end of the call, the streams run
+// dry with whatever lies in the slots, and the call has failed.
+//
+// For each chunk `out` is enqueued before `back`, and a wait of either depends only on what was
+// enqueued before it, here and on other ranks in the same order. So nothing blocks for ever even
+// where the driver maps both streams, or others, to one hardware queue.
+//
+// Where the driver has no such words, the host enqueues each copy when its turn has come, and asks
+// events. That is correct everywhere and slower.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "cuda_driver.hpp"
+#include "group.hpp"
+
+namespace hfreduce {
+
+class CudaPath {
+ public:
+  struct Words {
+    Word allow, arrived, go, returned;
+  };
+
+  struct Call {
+    CUdeviceptr tensor = 0;
+    int64_t count = 0;
+    Dtype dtype = Dtype::kFloat32;
+    Op op = Op::kSum;
+    uint32_t first = 1;  // the call's first chunk; the group's first meeting was chunk 0
+  };
+
+  CudaPath(Group &group, int device, bool flags, int threads)
+      : group_(group), segment_(group.segment()), driver_(CudaDriver::get()), device_(device),
+        rank_(group.rank()), world_(segment_.shape().world),
+        chunk_bytes_(static_cast<int64_t>(segment_.shape().slot_bytes)) {
+    driver_.check(driver_.context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
+    InContext current(context_);
+    try {
+      driver_.check(driver_.mem_host_register(segment_.base(), segment_.shape().bytes(),
+                                              kHostRegisterPortable | kHostRegisterDeviceMap),
+                    "cuMemHostRegister of the group's memory");
+      registered_ = true;
+      void *words = nullptr;
+      driver_.check(driver_.mem_host_alloc(&words, sizeof(Words),
+                                           kHostRegisterPortable | kHostRegisterDeviceMap),
+                    "cuMemHostAlloc");
+      std::memset(words, 0, sizeof(Words));
+      words_ = static_cast<Words *>(words);
+      driver_.check(driver_.mem_host_get_device_pointer(&words_on_device_, words, 0),
+                    "cuMemHostGetDevicePointer");
+      driver_.check(driver_.stream_create(&out_, kStreamNonBlocking), "cuStreamCreate");
+      driver_.check(driver_.stream_create(&back_, kStreamNonBlocking), "cuStreamCreate");
+      flags_ = flags && driver_.stream_write && driver_.stream_wait && flags_work();
+      const int events = flags_ ? 0 : 2 * segment_.shape().slots;
+      for (int i = 0; i < events; ++i) {
+        events_.push_back(nullptr);
+        driver_.check(driver_.event_create(&events_.back(), kEventDisableTiming), "cuEventCreate");
+      }
+    } catch (...) {
+      release();
+      driver_.context_release(device_);
+      throw;
+    }
+    if (threads > 1) threads_ = std::make_unique<Lanes>(threads);
+    lanes_ = std::max(1, threads);
+  }
+
+  CudaPath(const CudaPath &) = delete;
+  ~CudaPath() { close(); }
+
+  bool flags() const { return flags_; }
+  CUstream out() const { return out_; }
+  CUstream back() const { return back_; }
+
+  int64_t chunks_of(const Call &call) const {
+    return std::max<int64_t>(1, (call.count + each(call) - 1) / each(call));
+  }
+
+  // Enqueues a whole call on `out` and `back`. The caller has made `out` wait for the tensor, and
+  // serve() for this call is running or will: the queues may be shorter than the call.
+  void enqueue(const Call &call) {
+    if (!flags_) return;
+    InContext current(context_);
+    const int64_t chunks = chunks_of(call);
+    for (int64_t i = 0; i < chunks; ++i) {
+      const uint32_t number = call.first + static_cast<uint32_t>(i) + 1;
+      wait_on(out_, offsetof(Words, allow), number);
+      copy_out(call, i);
+      write_to(out_, offsetof(Words, arrived), number);
+      wait_on(back_, offsetof(Words, go), number);
+      copy_back(call, i);
+      write_to(back_, offsetof(Words, returned), number);
+    }
+  }
+
+  // Carries a call through, in the thread that calls. Returns when the sums are in the tensor.
+  Status serve(const Call &call) {
+    std::unique_ptr<InContext> current;
+    if (!flags_) current = std::make_unique<InContext>(context_);
+    const uint32_t end = call.first + static_cast<uint32_t>(chunks_of(call));
+    Status status = group_.usable();
+    try {
+      if (status) status = progress(call, end);
+    } catch (...) {
+      group_.waiter().broken({Reason::kInterrupted, rank_});
+      let_go(call.first, end);
+      throw;
+    }
+    if (!status) let_go(call.first, end);
+    return status;
+  }
+
+  void close() {
+    if (!context_) return;
+    if (getpid() != process_) {  // CUDA did not survive the fork
+      context_ = nullptr;
+      (void)threads_.release();
+      return;
+    }
+    threads_.reset();
+    CUcontext context = context_;
+    {
+      InContext current(context);
+      driver_.stream_synchronize(out_);
+      driver_.stream_synchronize(back_);
+      release();
+    }
+    context_ = nullptr;
+    driver_.context_release(device_);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  int64_t item(const Call &call) const {
+    return static_cast<int64_t>(kItemBytes[static_cast<size_t>(call.dtype)]);
+  }
+  int64_t each(const Call &call) const { return chunk_bytes_ / item(call); }
+  int64_t size_of(const Call &call, int64_t i) const {
+    return std::clamp<int64_t>(call.count - each(call) * i, 0, each(call));
+  }
+
+  void copy_out(const Call &call, int64_t i) {
+    const int64_t size = size_of(call, i) * item(call);
+    const uint32_t chunk = call.first + static_cast<uint32_t>(i);
+    if (size)
+      driver_.check(driver_.copy_to_host(segment_.slot(0, rank_, chunk),
+                                         call.tensor + static_cast<uint64_t>(i * chunk_bytes_of(call)),
+                                         static_cast<size_t>(size), out_),
+                    "cuMemcpyDtoHAsync");
+  }
+  void copy_back(const Call &call, int64_t i) {
+    const int64_t size = size_of(call, i) * item(call);
+    const uint32_t chunk = call.first + static_cast<uint32_t>(i);
+    if (size)
+      driver_.check(driver_.copy_to_device(
+                        call.tensor + static_cast<uint64_t>(i * chunk_bytes_of(call)),
+                        segment_.slot(0, 0, chunk), static_cast<size_t>(size), back_),
+                    "cuMemcpyHtoDAsync");
+  }
+  int64_t chunk_bytes_of(const Call &call) const { return each(call) * item(call); }
+
+  void wait_on(CUstream stream, size_t offset, uint32_t value) {
+    driver_.check(driver_.stream_wait(stream, words_on_device_ + offset, value, kWaitGreaterOrEqual),
+                  "cuStreamWaitValue32");
+  }
+  void write_to(CUstream stream, size_t offset, uint32_t value) {
+    driver_.check(driver_.stream_write(stream, words_on_device_ + offset, value, kWriteDefault),
+                  "cuStreamWriteValue32");
+  }
+
+  // A value goes to the device and back, once.
+  bool flags_work() {
+    words_->allow.value.store(0);
+    const CUresult waits =
+        driver_.stream_wait(out_, words_on_device_ + offsetof(Words, allow), 0, kWaitGreaterOrEqual);
+    const CUresult writes =
+        driver_.stream_write(out_, words_on_device_ + offsetof(Words, arrived), 1, kWriteDefault);
+    if (waits != kCudaSuccess || writes != kCudaSuccess) return false;
+    driver_.check(driver_.stream_synchronize(out_), "cuStreamSynchronize");
+    const bool came = words_->arrived.value.load() == 1;
+    words_->arrived.value.store(0);
+    return came;
+  }
+
+  static bool ahead(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) > 0; }
+
+  // The least of a counter over all ranks, and whose it is.
+  uint32_t least(Word Progress::*step, int &whose) const {
+    uint32_t found = (segment_.progress(0, 0).*step).value.load(std::memory_order_acquire);
+    whose = 0;
+    for (int r = 1; r < world_; ++r) {
+      const uint32_t value = (segment_.progress(0, r).*step).value.load(std::memory_order_acquire);
+      if (ahead(found, value)) found = value, whose = r;
+    }
+    return found;
+  }
+
+  Status progress(const Call &call, uint32_t end) {
+    Progress &mine = segment_.progress(0, rank_);
+    const Stamp stamp = stamp_of(call);
+    const uint32_t slots = static_cast<uint32_t>(segment_.shape().slots);
+    uint32_t allowed = call.first, arrived = call.first, combined = call.first, gone = call.first,
+             returned = call.first;
+    int blamed = rank_;
+    Idle idle(group_.waiter());
+    while (returned != end) {
+      bool moved = false;
+      while (allowed != end && !ahead(allowed + 1 - slots, least(&Progress::taken, blamed))) {
+        segment_.stamp(0, rank_, allowed) = stamp;
+        ++allowed;
+        if (flags_) {
+          words_->allow.value.store(allowed, std::memory_order_release);
+        } else {
+          copy_out(call, static_cast<int64_t>(allowed - 1 - call.first));
+          driver_.check(driver_.event_record(event(allowed - 1, false), out_), "cuEventRecord");
+        }
+        moved = true;
+      }
+      const uint32_t here = seen(arrived, allowed, words_->arrived, false);
+      if (here != arrived) {
+        arrived = here;
+        advance(mine.put, arrived);
+        moved = true;
+      }
+      // One chunk at a time, so that the streams are fed in between.
+      if (combined != arrived && ahead(least(&Progress::put, blamed), combined)) {
+        if (combined == call.first)
+          if (Status s = agreed(call.first, stamp); !s) return s;
+        combine(call, combined);
+        advance(mine.combined, ++combined);
+        moved = true;
+      }
+      const uint32_t whole = least(&Progress::combined, blamed);
+      while (gone != arrived && ahead(whole, gone)) {
+        ++gone;
+        if (flags_) {
+          words_->go.value.store(gone, std::memory_order_release);
+        } else {
+          copy_back(call, static_cast<int64_t>(gone - 1 - call.first));
+          driver_.check(driver_.event_record(event(gone - 1, true), back_), "cuEventRecord");
+        }
+        moved = true;
+      }
+      const uint32_t there = seen(returned, gone, words_->returned, true);
+      if (there != returned) {
+        returned = there;
+        advance(mine.taken, returned);
+        moved = true;
+      }
+      // Whom this rank waits for: its own GPU, or the rank behind in the step that comes next.
+      if (!moved) {
+        if (arrived != allowed || returned != gone)
+          blamed = rank_;
+        else if (combined != arrived)
+          least(&Progress::put, blamed);
+        else if (gone != combined)
+          least(&Progress::combined, blamed);
+        else
+          least(&Progress::taken, blamed);
+      }
+      if (Status s = idle.step(moved, blamed); !s) return s;
+    }
+    return {};
+  }
+
+  // How far a stream is: by its word, or by the events of what was enqueued.
+  uint32_t seen(uint32_t before, uint32_t enqueued, const Word &word, bool back) {
+    if (flags_) return word.value.load(std::memory_order_acquire) == before
+                           ? before
+                           : within(before, word.value.load(std::memory_order_acquire), enqueued);
+    while (before != enqueued) {
+      const CUresult result = driver_.event_query(event(before, back));
+      if (result == kCudaNotReady) break;
+      driver_.check(result, "cuEventQuery");
+      ++before;
+    }
+    return before;
+  }
+  // The word of a stream that has done nothing in this call yet still has an earlier call's value.
+  static uint32_t within(uint32_t before, uint32_t value, uint32_t enqueued) {
+    return ahead(value, before) && !ahead(value, enqueued) ? value : before;
+  }
+  CUevent event(uint32_t chunk, bool back) const {
+    const size_t slots = static_cast<size_t>(segment_.shape().slots);
+    return events_[(back ? slots : 0) + chunk % slots];
+  }
+
+  // This rank's slice of all slots goes into slot 0, whose bytes no other rank reads or writes there.
+  void combine(const Call &call, uint32_t chunk) {
+    if (world_ == 1) return;
+    const int64_t bytes = item(call);
+    const int64_t count = size_of(call, static_cast<int64_t>(chunk - call.first));
+    const int64_t slice = ((count + world_ - 1) / world_ + 63) / 64 * 64;
+    const int64_t begin = std::min(count, slice * rank_), size = std::min(slice, count - begin);
+    const int64_t part = ((size + lanes_ - 1) / lanes_ + 63) / 64 * 64;
+    const auto function = group_.table().functions[static_cast<size_t>(call.dtype)]
+                                                  [static_cast<size_t>(call.op)];
+    const auto work = [&](int lane) {
+      const int64_t at = std::min(size, part * lane), elements = std::min(part, size - at);
+      if (elements <= 0) return;
+      std::vector<const void *> sources(static_cast<size_t>(world_));
+      for (int r = 0; r < world_; ++r)
+        sources[static_cast<size_t>(r)] = segment_.slot(0, r, chunk) + (begin + at) * bytes;
+      function(sources.data(), world_, segment_.slot(0, 0, chunk) + (begin + at) * bytes, nullptr,
+               static_cast<size_t>(elements));
+    };
+    if (threads_ && size * bytes >= (64 << 10))
+      threads_->run(work);
+    else
+      for (int lane = 0; lane < lanes_; ++lane) work(lane);
+  }
+
+  Stamp stamp_of(const Call &call) const {
+    Stamp stamp{};
+    stamp.count = call.count;
+    stamp.kind = static_cast<uint8_t>(Kind::kAllReduce);
+    stamp.dtype = static_cast<uint8_t>(call.dtype);
+    stamp.op = static_cast<uint8_t>(call.op);
+    stamp.digest = static_cast<uint64_t>(call.count) * 31 + stamp.dtype * 7u + stamp.op;
+    return stamp;
+  }
+  Status agreed(uint32_t chunk, const Stamp &stamp) {
+    for (int r = 0; r < world_; ++r)
+      if (segment_.stamp(0, r, chunk).digest != stamp.digest) {
+        group_.set_mismatch(segment_.stamp(0, r, chunk));
+        return group_.waiter().broken({Reason::kMismatch, r});
+      }
+    return {};
+  }
+
+  // Lets the streams run dry. They then copy over slots from which a slower rank may still take what an
+  // earlier call gave it: that rank gets a second.
+  void let_go(uint32_t first, uint32_t end) {
+    int whose;
+    for (int i = 0; i < 1000 && ahead(first, least(&Progress::taken, whose)); ++i) {
+      const timespec millisecond{0, 1'000'000};
+      nanosleep(&millisecond, nullptr);
+    }
+    words_->allow.value.store(end, std::memory_order_release);
+    words_->go.value.store(end, std::memory_order_release);
+  }
+
+  // What a thread does that has found nothing to do: looks again at once, soon, later.
+  class Idle {
+   public:
+    explicit Idle(const Waiter &waiter) : waiter_(waiter) {}
+    Status step(bool moved, int blamed) {
+      if (moved) {
+        tries_ = 0;
+        return {};
+      }
+      if (++tries_ < 200) {
+        cpu_pause();
+        return {};
+      }
+      const auto now = Clock::now();
+      if (tries_ == 200) since_ = looked_ = now;
+      // The GPU may be computing for long before a gradient is ready.
+      const long pause = now - since_ < std::chrono::milliseconds(5) ? 10'000 : 100'000;
+      const timespec request{0, pause};
+      nanosleep(&request, nullptr);
+      if (now - looked_ < std::chrono::milliseconds(20)) return {};
+      looked_ = now;
+      return waiter_.checked(blamed, since_);
+    }
+
+   private:
+    const Waiter &waiter_;
+    int64_t tries_ = 0;
+    Clock::time_point since_, looked_;
+  };
+
+  void release() {
+    for (CUevent event : events_)
+      if (event) driver_.event_destroy(event);
+    events_.clear();
+    if (out_) driver_.stream_destroy(out_);
+    if (back_) driver_.stream_destroy(back_);
+    if (words_) driver_.mem_free_host(words_);
+    if (registered_) driver_.mem_host_unregister(segment_.base());
+    out_ = back_ = nullptr;
+    words_ = nullptr;
+    registered_ = false;
+  }
+
+  Group &group_;
+  const Segment &segment_;
+  const CudaDriver &driver_;
+  const CUdevice device_;
+  const int rank_, world_;
+  const int64_t chunk_bytes_;
+  const int process_ = getpid();
+  int lanes_ = 1;
+  bool flags_ = false, registered_ = false;
+  CUcontext context_ = nullptr;
+  Words *words_ = nullptr;
+  CUdeviceptr words_on_device_ = 0;
+  CUstream out_ = nullptr, back_ = nullptr;
+  std::vector<CUevent> events_;
+  std::unique_ptr<Lanes> threads_;
+};
+
+}  // namespace hfreduce
