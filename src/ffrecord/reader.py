@@ -116,7 +116,7 @@ class FileReader:
         files = self._open_set()
         owners, places = files.locate(wanted)
         positions, total = _layout(places.lengths)
-        arena = np.empty(total, np.uint8) if out is None else _checked_arena(out, total)
+        arena = self._engine.empty(total) if out is None else _checked_arena(out, total)
         for numbers, members in files.goes(owners):
             sources = [files.parts[number].file for number in numbers]
             with OPEN_FILES.lease(*sources) as descriptors:
