@@ -109,6 +109,10 @@ class KeyIndex:
                 f"key {number} of {self._path} is no UTF-8", path=self._path
             ) from None
 
+    def record(self, number: int) -> int:
+        """Return the record of the key of this number in the order of bytes."""
+        return int(self._records[number])
+
     def find(self, key: str) -> int | None:
         """Return the record of a key, or None."""
         wanted, low, high = key.encode(), 0, len(self)
