@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 from ffrecord import FileReader
 from tests.ffrecord.independent import file_of, read_file
 
-ROUNDS = 20
+# A long campaign: FFRECORD_KILL_ROUNDS=400 pytest --timeout=0 tests/ffrecord/test_kill.py
+ROUNDS = int(os.environ.get("FFRECORD_KILL_ROUNDS", "20"))
 
 WRITER = """
 import sys

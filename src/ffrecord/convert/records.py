@@ -10,7 +10,6 @@ from ffrecord import folder_index
 from ffrecord.convert.model import Counts, Entry, Options, Source
 from ffrecord.folder import PackedFolder
 from ffrecord.folder_index import MAGIC, Tree
-from ffrecord.part import Part
 from ffrecord.parts import PartWriter
 from ffrecord.reader import FileReader
 from ffrecord.writer import FileWriter
@@ -55,12 +54,11 @@ def keys_of(reader: FileReader) -> dict[int, str]:
     """Return the key of every record that has one, by the record's index in the reader."""
     found: dict[int, str] = {}
     base = 0
-    for path in reader.fnames:
-        part = Part(path, check_data=reader.check_data, keep_tables=False)
+    for part in reader._open_set().parts:
         index = part.keys()
-        for number in range(len(index) if index else 0):
-            assert index is not None
-            found[base + index.record(number)] = index.key(number)
+        if index is not None:
+            for number in range(len(index)):
+                found[base + index.record(number)] = index.key(number)
         base += part.header.n
     return found
 

@@ -10,22 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ffrecord import FileReader
+from ffrecord import FileReader, FileWriter
+from ffrecord.convert.records import keys_of
+from tests.ffrecord.cli.run import ffrecord, figures
 from tests.ffrecord.conftest import DATA
-
-
-def ffrecord(*arguments: object) -> subprocess.CompletedProcess[bytes]:
-    program = "import sys; from ffrecord.cli import main; sys.argv[0] = 'ffrecord'; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, check=False
-    )
-
-
-def figures(*arguments: object) -> dict[str, object]:
-    done = ffrecord(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    loaded: dict[str, object] = json.loads(done.stdout)
-    return loaded
 
 
 def test_help_waits_for_nothing_but_click() -> None:
@@ -36,7 +24,9 @@ def test_help_waits_for_nothing_but_click() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert all(name in done.stdout for name in ("verify", "unpack", "Exit codes", "130"))
+    looking = ("info", "ls", "cat", "verify", "bench", "doctor")
+    making = ("sample", "pack", "unpack", "convert", "merge", "split")
+    assert all(name in done.stdout for name in (*looking, *making, "Exit codes", "130"))
 
 
 def test_info_ls_and_cat_show_what_is_there() -> None:
@@ -73,6 +63,100 @@ def test_split_then_merge_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "again.ffr").read_bytes() == (DATA / "basic.ffr").read_bytes()
 
 
+def test_keys_and_common_metadata_go_with_their_records(tmp_path: Path) -> None:
+    for name in "ab":
+        with FileWriter(tmp_path / f"{name}.ffr", metadata={"set": 1}) as writer:
+            for number in range(3):
+                writer.write_one(f"{name}{number}".encode(), key=f"{name}/{number}")
+    both = (tmp_path / "a.ffr", tmp_path / "b.ffr")
+    figures("merge", tmp_path / "m.ffr", *both)
+    figures("split", tmp_path / "s.ffr", *both, "--files", 4)
+    figures("sample", tmp_path / "c.ffr", *both, "-n", 4)
+    for path, count in ((tmp_path / "m.ffr", 6), (tmp_path / "s.ffr", 6), (tmp_path / "c.ffr", 4)):
+        with FileReader(path) as reader:
+            found = {
+                key: reader.read_one(index).tobytes() for index, key in keys_of(reader).items()
+            }
+            assert len(found) == count
+            assert all(data == key.replace("/", "").encode() for key, data in found.items())
+            assert reader.get_metadata(0) == {"set": 1}
+
+
+def test_different_metadata_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    for name in "ab":
+        FileWriter(tmp_path / f"{name}.ffr", 0, metadata={"set": name}).close()
+    done = ffrecord("merge", tmp_path / "m.ffr", tmp_path / "a.ffr", tmp_path / "b.ffr")
+    assert done.returncode == 0
+    assert b"different metadata, which are left out" in done.stderr
+    assert FileReader(tmp_path / "m.ffr").get_metadata(0) is None
+
+
+@pytest.mark.parametrize("command", ["merge", "split", "sample"])
+def test_a_packed_folder_is_not_taken_apart(command: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x").write_text("x")
+    figures("pack", tmp_path / "in", tmp_path / "p.ffr")
+    more = {"merge": [], "split": ["--files", 2], "sample": ["-n", 1]}[command]
+    done = ffrecord(command, tmp_path / "o.ffr", tmp_path / "p.ffr", *more)
+    assert done.returncode == 2
+    assert b"is a packed folder" in done.stderr
+    assert not (tmp_path / "o.ffr").exists()
+
+
+def test_convert_says_what_it_wrote(tmp_path: Path) -> None:
+    shown = figures("convert", DATA / "multi.ffr", tmp_path / "a.tar")
+    assert (shown["records"], shown["files"]) == (100, 1)
+    shown = figures("convert", tmp_path / "a.tar", tmp_path / "p.ffr", "--part-size", 1)
+    assert (shown["records"], shown["files"]) == (100, 1)
+    assert (tmp_path / "p.ffr" / "PART_00000.ffr").exists()
+    done = ffrecord("convert", tmp_path / "p.ffr", tmp_path / "b.tar", "--no-keys")
+    assert b"records  100" in done.stdout
+
+
+def test_bench_measures_every_engine_cold_and_hot(tmp_path: Path) -> None:
+    with FileWriter(tmp_path / "a.ffr", 400) as writer:
+        writer.write(bytes([number % 256]) * 5000 for number in range(400))
+    options = ("--rounds", 2, "--seconds", 0.02, "--batch", 32)
+    shown = figures("bench", tmp_path / "a.ffr", *options)
+    rows = shown["rows"]
+    assert isinstance(rows, list)
+    ways = {row["way"] for row in rows}
+    assert {"python", "pread loop"} <= ways
+    assert len(rows) == 2 * len(ways)
+    for row in rows:
+        assert row["records_per_second"] > 0
+        assert row["bytes_per_second"] == pytest.approx(5000 * row["records_per_second"], rel=1)
+        low, high = row["ratio_range"]
+        assert low <= row["ratio"] <= high
+        assert (row["ratio"] == 1) or row["way"] != "pread loop"
+    plain = ffrecord("bench", tmp_path / "a.ffr", *options, "--engine", "python").stdout.decode()
+    assert "python, cold" in plain
+    assert "threads" not in plain
+
+
+def test_doctor_names_engines_and_libraries() -> None:
+    shown = figures("doctor")
+    engines, libraries = shown["engines"], shown["libraries"]
+    assert isinstance(engines, dict)
+    assert engines["python"] == "works"
+    assert all(state == "works" or len(state) > 10 for state in engines.values())
+    assert isinstance(libraries, dict)
+    assert "convert: LMDB" in libraries["lmdb"]
+    text = ffrecord("doctor").stdout.decode()
+    assert all(name in text for name in (*engines, *libraries, str(shown["small_sets"])))
+
+
+def test_doctor_says_why_an_engine_does_not_work() -> None:
+    program = (
+        "import sys; sys.modules['ffrecord._native'] = None\n"
+        "from ffrecord.cli import main; main(['doctor', '--json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    engines = json.loads(done.stdout)["engines"]
+    assert engines["python"] == "works"
+    assert "native part is not there" in engines["io_uring"]
+
+
 def test_a_sample_is_repeated_by_its_seed(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         figures("sample", tmp_path / f"{name}.ffr", DATA / "multi.ffr", "-n", 20, "--seed", seed)
@@ -107,6 +191,12 @@ def test_a_folder_is_packed_listed_and_unpacked(tmp_path: Path) -> None:
         (["merge", DATA / "basic.ffr", DATA / "single.ffr"], 2, "exists"),
         (["sample", "new.ffr", DATA / "basic.ffr", "-n", "12"], 2, "12 of 11 records"),
         (["split", "new.ffr", DATA / "basic.ffr"], 2, "--files"),
+        (["convert", DATA / "basic.ffr", "new"], 2, "the name tells no format"),
+        (["convert", "nothing.ffr", "new.tar"], 1, "no such file or directory: nothing.ffr"),
+        (["convert", DATA / "basic.ffr", "new.tar", "--field", "x"], 2, "field is for"),
+        (["convert", DATA / "basic.ffr", DATA / "single.ffr"], 2, "exists"),
+        (["bench", DATA / "basic.ffr", "--engine", "fast"], 2, "engine 'fast': give one of"),
+        (["bench", DATA / "empty.ffr"], 1, "no records to read"),
         (["nonsense"], 2, "nonsense"),
     ],
 )
@@ -117,7 +207,7 @@ def test_an_error_is_one_line_with_its_exit_code(
     assert done.returncode == code
     assert len(done.stderr.splitlines()) == 1
     assert words in done.stderr.decode()
-    assert not Path("new.ffr").exists()
+    assert not any(Path(name).exists() for name in ("new.ffr", "new", "new.tar"))
 
 
 def test_debug_shows_where_an_error_comes_from() -> None:

@@ -106,11 +106,12 @@ def test_a_missing_library_is_named_with_its_pip_line(
     shadow.mkdir()
     (shadow / f"{library}.py").write_text("raise ImportError('not there')\n")
     code = "import sys; from ffrecord.cli import main; main(sys.argv[1:])"
+    path = os.pathsep.join(filter(None, [str(shadow), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, "-c", code, "convert", str(source), str(tmp_path / target), "--to", name],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(shadow)},
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
