@@ -105,6 +105,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self._batches(self.n)
 
     @property
+    def sampler(self) -> GlobalBatchSampler:
+        """This sampler itself, by the name under which Lightning looks for `set_epoch`.
+
+        Lightning stops after `len` batches and not at an iteration's end, so a loader alone would
+        not learn that the epoch is over.
+        """
+        return self
+
+    @property
     def remaining(self) -> int:
         """This rank's batches from `consumed` to the end of the epoch."""
         return self._batches(self.n - self.consumed)
