@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ def table(result: Result) -> str:
     """Return one table a case: medians, and ratios round by round to the baseline."""
     parts = []
     for case in result.measured:
+        baseline = case["baseline"]
+        last = f"to {baseline}, round by round" if baseline else "lowest to highest"
         lines = [
-            f"| {case['name']} | {case['unit']} | to {case['baseline']}, round by round |",
+            f"| {case['name']} | {case['unit']} | {last} |",
             "|---|--:|--:|",
         ]
         for row in case["rows"]:
@@ -71,13 +74,10 @@ def number(value: float) -> str:
 
 
 def _ratios(row: Mapping[str, Any]) -> str:
-    ratios = sorted(ratio for ratio in row["ratios"] if ratio is not None)
-    if not ratios:
-        return "–"
-    middle = (
-        ratios[len(ratios) // 2] if len(ratios) % 2 else sum(ratios[len(ratios) // 2 - 1 :][:2]) / 2
-    )
-    return f"{middle:.3g} ({ratios[0]:.3g} to {ratios[-1]:.3g})"
+    if not row["ratios"]:
+        return f"{number(min(row['rounds']))} to {number(max(row['rounds']))}"
+    low, high = min(row["ratios"]), max(row["ratios"])
+    return f"{statistics.median(row['ratios']):.3g} ({low:.3g} to {high:.3g})"
 
 
 def _panel(axis: Any, case: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@
      "cases": [{"name", "unit", "baseline", "lower_is_better", "skipped": "",
                 "rows": [{"way", "rounds": […], "median", "ratios": […]}]}]}
 
+Where there is no baseline there are no ratios.
+
 A ratio is taken within a round, over the baseline's figure of that round, because a machine's speed
 changes from minute to minute.
 """
@@ -30,7 +32,7 @@ def in_turn(
     unit: str,
     ways: Mapping[str, Measure],
     rounds: int,
-    baseline: str,
+    baseline: str | None,
     *,
     lower_is_better: bool = False,
     say: Callable[[str], object] = print,
@@ -42,7 +44,7 @@ def in_turn(
         unit: Of the figures.
         ways: Each by its name.
         rounds: How many.
-        baseline: The way that ratios are taken over.
+        baseline: The way that ratios are taken over; None where a ratio says nothing.
         lower_is_better: Of the figures, for drawing.
         say: Called with a line for each way at the end.
 
@@ -58,15 +60,14 @@ def in_turn(
     rows = []
     say(f"{name}, {unit}")
     for way in names:
-        ratios = [
-            a / b if b else None for a, b in zip(figures[way], figures[baseline], strict=True)
-        ]
+        over = figures[baseline] if baseline is not None else []
+        ratios = [a / b for a, b in zip(figures[way], over, strict=False)]
         rows.append(
             {
                 "way": way,
                 "rounds": [float(f"{figure:.5g}") for figure in figures[way]],
                 "median": float(f"{statistics.median(figures[way]):.5g}"),
-                "ratios": [None if ratio is None else float(f"{ratio:.4g}") for ratio in ratios],
+                "ratios": [float(f"{ratio:.4g}") for ratio in ratios],
             }
         )
         say(f"  {way:<34}{rows[-1]['median']:>12,.4g}   {rows[-1]['ratios']}")
