@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ffrecord.errors import DamagedFileError, HeaderError, RecordError, RecordWarning
     from ffrecord.folder import NameWarning, PackedFolder, pack_folder, unpack
     from ffrecord.reader import FileReader
+    from ffrecord.store_options import StoreOptions
     from ffrecord.writer import FileWriter
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "PackedFolder",
     "RecordError",
     "RecordWarning",
+    "StoreOptions",
     "explain",
     "pack_folder",
     "unpack",
@@ -40,6 +42,7 @@ _HOMES = {
     "PackedFolder": "folder",
     "RecordError": "errors",
     "RecordWarning": "errors",
+    "StoreOptions": "store_options",
     "explain": "engines",
     "pack_folder": "folder",
     "unpack": "folder",

@@ -11,6 +11,7 @@ import os
 from typing import NamedTuple
 
 from ffrecord.engine import Engine, PythonEngine
+from ffrecord.store_options import StoreOptions
 
 NAMES = ("auto", "direct", "io_uring", "libaio", "threads", "python")
 
@@ -85,6 +86,13 @@ def choose(name: str, size: int) -> Engine:
     if name not in found.engines:
         raise OSError(f"the engine {name} does not work here: {found.reasons[name]}")
     return found.engines[name]
+
+
+def for_stores(options: StoreOptions) -> Engine:
+    """Return the engine for objects of stores; local files do not need what that loads."""
+    from ffrecord.store_engine import StoreEngine
+
+    return StoreEngine(options)
 
 
 def available_memory() -> int:

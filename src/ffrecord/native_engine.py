@@ -1,8 +1,8 @@
 """The native engines: one call for a batch, without the GIL, checksums included.
 
-What lies in the page cache is read at once, by a second thread too where a batch is large and a core
-is free. The rest waits for the disk together: in a queue of the kernel's (io_uring or Linux AIO), or
-where there is none, in short-lived threads. See src/ffrecord/native.
+What lies in the page cache is read at once, by a second thread too where a batch is large and a
+core is free. The rest waits for the disk together: in a queue of the kernel's (io_uring or Linux
+AIO), or where there is none, in short-lived threads. See src/ffrecord/native.
 """
 
 from __future__ import annotations
