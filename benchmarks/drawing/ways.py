@@ -47,14 +47,14 @@ def digest(result: Result) -> str:
 
 
 def draw(path: Path, result: Result) -> None:
-    """Draw a panel of bars for each case, with lines from the lowest to the highest round."""
+    """Draw a panel of bars for each case that compares something, with lines for its rounds."""
     from matplotlib.figure import Figure
 
-    cases = result.measured
+    cases = [case for case in result.measured if len(case["rows"]) > 1]
     ways = max(len(case["rows"]) for case in cases)
     columns = min(2, len(cases))
     lines = -(-len(cases) // columns)
-    size = (5.2 * columns, lines * (0.9 + 0.3 * ways) + 0.6)
+    size = (5.2 * columns, lines * (0.7 + 0.26 * ways) + 0.5)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False)
     figure.suptitle(f"{result.data['title']}, {result.machine['name']}", fontsize=10)
@@ -76,8 +76,8 @@ def number(value: float) -> str:
 def _ratios(row: Mapping[str, Any]) -> str:
     if not row["ratios"]:
         return f"{number(min(row['rounds']))} to {number(max(row['rounds']))}"
-    low, high = min(row["ratios"]), max(row["ratios"])
-    return f"{statistics.median(row['ratios']):.3g} ({low:.3g} to {high:.3g})"
+    low, high = number(min(row["ratios"])), number(max(row["ratios"]))
+    return f"{number(statistics.median(row['ratios']))} ({low} to {high})"
 
 
 def _panel(axis: Any, case: Mapping[str, Any]) -> None:
