@@ -47,7 +47,7 @@ def whole_file(target: Path) -> Iterator[Path]:
         OSError: The file cannot be flushed or renamed.
     """
     target = target.absolute()
-    work = target.with_name(f".{secrets.token_hex(6)}.{target.name}")
+    work = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         yield work
         descriptor = os.open(work, os.O_RDONLY | os.O_CLOEXEC)
