@@ -234,7 +234,7 @@ def unpack(
 
 
 def report_collisions(paths: Iterable[str], name: str) -> None:
-    """Warn of paths that are one and the same on a file system that ignores case.
+    """Warn of paths that are one and the same file on some systems.
 
     Args:
         paths: All of them.
@@ -245,7 +245,8 @@ def report_collisions(paths: Iterable[str], name: str) -> None:
         listed = "; ".join(" and ".join(group) for group in groups[:5])
         more = f"; and {len(groups) - 5} more" if len(groups) > 5 else ""
         warnings.warn(
-            f"names in {name} differ only in case and are one file on some systems: {listed}{more}",
+            f"names in {name} differ only in case or accents' form and are one file on some "
+            f"systems: {listed}{more}",
             NameWarning,
             stacklevel=3,
         )

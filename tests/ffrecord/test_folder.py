@@ -167,6 +167,12 @@ def test_names_that_differ_in_case_are_reported(tmp_path: Path) -> None:
         pack_folder(tmp_path / "out", tmp_path / "y.ffr")
 
 
+def test_names_that_differ_in_how_accents_are_written_are_reported(tmp_path: Path) -> None:
+    path = with_index(tmp_path / "x.ffr", OrderedDict({"\u00e9": 0, "e\u0301": 1}), 2)
+    with pytest.warns(NameWarning, match="accents' form"):
+        unpack(path, tmp_path / "out")
+
+
 def test_links_out_of_the_folder_and_circles_are_reported_together(
     folder: Path, tmp_path: Path
 ) -> None:
