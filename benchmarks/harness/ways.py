@@ -57,20 +57,37 @@ def in_turn(
         for place in range(len(names)):
             way = names[(turn + place) % len(names)]
             figures[way].append(ways[way](turn))
+    return as_case(name, unit, figures, baseline, lower_is_better=lower_is_better, say=say)
+
+
+def as_case(
+    name: str,
+    unit: str,
+    figures: Mapping[str, Sequence[float]],
+    baseline: str | None,
+    *,
+    lower_is_better: bool = False,
+    say: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Return a case as the result file holds it, from each way's figures by round.
+
+    Arguments are as for `in_turn`.
+    """
     rows = []
     say(f"{name}, {unit}")
-    for way in names:
+    for way, found in figures.items():
         over = figures[baseline] if baseline is not None else []
-        ratios = [a / b for a, b in zip(figures[way], over, strict=False)]
+        ratios = [a / b for a, b in zip(found, over, strict=False)]
         rows.append(
             {
                 "way": way,
-                "rounds": [float(f"{figure:.5g}") for figure in figures[way]],
-                "median": float(f"{statistics.median(figures[way]):.5g}"),
+                "rounds": [float(f"{figure:.5g}") for figure in found],
+                "median": float(f"{statistics.median(found):.5g}"),
                 "ratios": [float(f"{ratio:.4g}") for ratio in ratios],
             }
         )
-        say(f"  {way:<34}{rows[-1]['median']:>12,.4g}   {rows[-1]['ratios']}")
+        middle = f"{statistics.median(ratios):8.3g} x" if ratios else ""
+        say(f"  {way:<44}{rows[-1]['median']:>12,.4g}{middle}")
     return {
         "name": name,
         "unit": unit,
