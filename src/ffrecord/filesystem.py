@@ -10,6 +10,7 @@ A file is one record, so opening one reads it whole, and `cat` of many is one ba
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 
 from ffrecord import folder_index
 from ffrecord.folder import PackedFolder
+from ffrecord.paths import PathLike
 
 PROTOCOL = "ffrecord"
 _LOCAL = (None, "file", "local")
@@ -52,7 +54,7 @@ class PackedFolderFileSystem(AbstractFileSystem):
 
     def __init__(
         self,
-        fo: str = "",
+        fo: PathLike = "",
         check_data: bool = True,
         target_protocol: str | None = None,
         target_options: Mapping[str, Any] | None = None,
@@ -63,7 +65,7 @@ class PackedFolderFileSystem(AbstractFileSystem):
             raise ValueError(
                 "no record file: give fo=…, or a URL like ffrecord://path::/data/packed.ffr"
             )
-        name = fo.removeprefix("file://")
+        name = os.fspath(fo).removeprefix("file://")
         if target_protocol not in _LOCAL and "://" not in name:
             name = f"{target_protocol}://{name}"
         self._packed = PackedFolder(name, check_data)

@@ -31,6 +31,8 @@ PLAIN = "pread loop"
 # Hot batches come from so many bytes, and from no more than this part of the memory that is left.
 _HOT_BYTES = 256 << 20
 _HOT_PART = 0.25
+# Files that the plain loop keeps open, of a set that may have thousands.
+_MOST_OPEN = 256
 # Records of a turn, at most.
 _MOST = 200_000
 # What is looked at to estimate how much of the files is in the page cache.
@@ -201,8 +203,9 @@ class _PreadLoop:
     """The plain way: it knows where the records of the coming turn lie, and reads one by one."""
 
     def __init__(self, paths: list[str]) -> None:
+        self._paths = paths
         self._files = FileSet(paths, check_data=False, keep_tables=False, most_tables=0)
-        self._descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+        self._descriptors: dict[int, int] = {}
         self._places: dict[int, tuple[int, int, int]] = {}
 
     def prepare(self, indices: Sequence[int]) -> None:
@@ -211,10 +214,8 @@ class _PreadLoop:
         owners, lengths, offsets = (
             array.tolist() for array in (plan.owners, plan.places.lengths, plan.places.offsets)
         )
-        self._places = {
-            index: (self._descriptors[owner], length, offset)
-            for index, owner, length, offset in zip(indices, owners, lengths, offsets, strict=True)
-        }
+        places = zip(owners, lengths, offsets, strict=True)
+        self._places = dict(zip(indices, places, strict=True))
 
     def size(self, indices: Iterable[int]) -> int:
         """Return the bytes of records that were looked up."""
@@ -222,12 +223,29 @@ class _PreadLoop:
 
     def read(self, indices: list[int]) -> object:
         """Read records that were looked up."""
-        return [os.pread(*self._places[index]) for index in indices]
+        records = []
+        for index in indices:
+            owner, length, offset = self._places[index]
+            descriptor = self._descriptors.get(owner)
+            if descriptor is None:
+                descriptor = self._open(owner)
+            records.append(os.pread(descriptor, length, offset))
+        return records
 
     def close(self) -> None:
         """Close the files."""
-        for descriptor in self._descriptors:
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
+        self._descriptors.clear()
+        for part in self._files.parts:
+            part.close()
+
+    def _open(self, owner: int) -> int:
+        if len(self._descriptors) >= _MOST_OPEN:
+            os.close(self._descriptors.pop(next(iter(self._descriptors))))
+        descriptor = os.open(self._paths[owner], os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptors[owner] = descriptor
+        return descriptor
 
 
 def _hot_part(reader: FileReader, source: random.Random) -> list[int]:

@@ -34,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def files(path: Path) -> PackedFolderFileSystem:
-    return PackedFolderFileSystem(str(path))
+    return PackedFolderFileSystem(path)
 
 
 @pytest.mark.parametrize("place", ["{}", "file://{}", "local://{}"])

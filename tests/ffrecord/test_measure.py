@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -48,6 +49,19 @@ def test_every_way_has_a_figure_of_every_round(path: Path) -> None:
     cold = next(row for row in rows if row.way == PLAIN and row.cache == "cold")
     assert max(cold.cached) < 0.05
     assert FileReader(path).n == 500
+
+
+def test_a_set_of_many_files_needs_few_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ffrecord.measure._MOST_OPEN", 4)
+    for number in range(40):
+        with FileWriter(tmp_path / f"{number:02d}.ffr") as writer:
+            writer.write_one(b"x" * 100)
+    before = len(os.listdir("/proc/self/fd"))
+    rows = measure(str(tmp_path), names=["python"], rounds=1, seconds=0.01)
+    assert {len(row.records) for row in rows} == {1}
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_empty_set_is_refused(tmp_path: Path) -> None:
