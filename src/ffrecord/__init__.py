@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ffrecord.engines import explain
     from ffrecord.errors import DamagedFileError, HeaderError, RecordError, RecordWarning
     from ffrecord.folder import NameWarning, PackedFolder, pack_folder, unpack
+    from ffrecord.parts import PartWriter
     from ffrecord.reader import FileReader
     from ffrecord.store_options import StoreOptions
     from ffrecord.writer import FileWriter
@@ -25,6 +26,7 @@ __all__ = [
     "HeaderError",
     "NameWarning",
     "PackedFolder",
+    "PartWriter",
     "RecordError",
     "RecordWarning",
     "StoreOptions",
@@ -40,6 +42,7 @@ _HOMES = {
     "HeaderError": "errors",
     "NameWarning": "folder",
     "PackedFolder": "folder",
+    "PartWriter": "parts",
     "RecordError": "errors",
     "RecordWarning": "errors",
     "StoreOptions": "store_options",

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ffrecord import FileReader
-from ffrecord.parts import PartWriter
+from ffrecord import FileReader, PartWriter
 
 
 def test_parts_end_once_they_have_their_bytes(tmp_path: Path) -> None:
