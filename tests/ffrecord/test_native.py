@@ -11,6 +11,7 @@ import threading
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ffrecord
@@ -142,6 +143,44 @@ def test_an_engine_is_forced_by_the_environment(name: str) -> None:
     if name not in probe().engines:
         pytest.skip(probe().reasons[name])
     assert run(READ, FFRECORD_ENGINE=name)[0] == f"{name} {expected()}"
+
+
+def test_a_large_cached_batch_is_the_same_with_any_number_of_copying_threads(
+    tmp_path: Path,
+) -> None:
+    source = random.Random(2)
+    records = [source.randbytes(source.randrange(60_000)) for _ in range(400)]
+    with FileWriter(tmp_path / "a.ffr") as writer:
+        writer.write(records)
+    with FileReader(tmp_path / "a.ffr") as reader:
+        offsets = reader.get_offsets(0)
+    lengths = offsets[1:] - offsets[:-1]
+    arena = np.empty(int(lengths.sum()), np.uint8)
+    positions = np.cumsum(lengths) - lengths
+    expected = [zlib.crc32(record) for record in records]
+    descriptor = os.open(tmp_path / "a.ffr", os.O_RDONLY)
+    keys = np.full(400, descriptor, np.int64)
+    try:
+        for threads in (0, 1, 2, 7):
+            arena[:] = 0
+            found = np.zeros(400, np.uint32)
+            columns = keys, offsets[:-1], lengths, positions, arena, found
+            assert native.read_batch(*columns, True, "threads", False, True, threads) == (-1, 0)
+            assert found.tolist() == expected
+            assert arena.tobytes() == b"".join(records)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_loader_s_worker_copies_with_one_thread() -> None:
+    program = (
+        "import multiprocessing\n"
+        "from ffrecord.native_engine import copying_threads\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('fork').Pool(1) as pool:\n"
+        "        print(copying_threads() >= 1, pool.apply(copying_threads))"
+    )
+    assert run(program) == ["True 1"]
 
 
 def test_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,21 @@ def test_a_reader_is_pickled_by_its_urls_and_read_in_a_spawned_process(
         assert pool.apply(reader.read_one, (7,)).tobytes() == records[7]
 
 
+def test_spawned_workers_of_a_loader_read_from_the_store(
+    url: str, options: StoreOptions, records: list[bytes]
+) -> None:
+    from ffrecord.torch import DataLoader, Dataset
+
+    loader = DataLoader(
+        Dataset(url, storage=options),
+        batch_size=50,
+        num_workers=2,
+        multiprocessing_context="spawn",
+        collate_fn=contents,
+    )
+    assert [record for batch in loader for record in batch] == records
+
+
 def test_a_forked_process_is_told_to_be_spawned(url: str, options: StoreOptions) -> None:
     reader = FileReader(url, storage=options)
     child = os.fork()
