@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ffrecord import FileReader, FileWriter
 from ffrecord.convert.records import keys_of
-from tests.ffrecord.cli.run import ffrecord, figures
+from tests.ffrecord.cli.run import PROGRAM, ffrecord, figures
 from tests.ffrecord.conftest import DATA
 
 
@@ -212,3 +214,22 @@ def test_an_error_is_one_line_with_its_exit_code(
 
 def test_debug_shows_where_an_error_comes_from() -> None:
     assert b"Traceback" in ffrecord("info", "nothing.ffr", "--debug").stderr
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with FileWriter(tmp_path / "a.ffr", 300_000) as writer:
+        writer.write(b"x" for _ in range(300_000))
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "convert", tmp_path / "a.ffr", tmp_path / "a.tar"],
+        stderr=subprocess.PIPE,
+        # The tests may run in the background of a shell, which then ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not any(path.name.startswith(".a.tar") for path in tmp_path.iterdir()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == b"ffrecord: stopped"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ffr"]
