@@ -67,6 +67,7 @@ def indices_of_a_rank(store: str, rank: int) -> list[list[int]]:
     try:
         return list(GlobalBatchSampler(N, 10, seed=3))
     finally:
+        distributed.barrier()  # the other one may still be connecting
         distributed.destroy_process_group()
 
 
@@ -81,5 +82,6 @@ def complaint_of_a_rank(store: str, rank: int) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
+        distributed.barrier()  # the other one may still be connecting
         distributed.destroy_process_group()
     return ""
