@@ -84,7 +84,8 @@ class FileSet:
         self.ends = list(accumulate(part.header.n for part in self.parts))
         self._ends = np.array(self.ends, np.int64)
         self.n = self.ends[-1]
-        if keep_tables is None and self.n * ffr.ENTRY > most_tables:
+        # A lookup in a store would wait for it once or twice a record.
+        if keep_tables is None and not self.is_remote and self.n * ffr.ENTRY > most_tables:
             for part in self.parts:
                 part.keep_tables = False
 

@@ -51,7 +51,8 @@ class FileReader:
         check_data: Compare checksums: the header's here, and each record's when it is read. Headers
             that make no sense are refused either way.
         tables: "memory" keeps the files' tables (12 bytes a record) once a file was read, "demand"
-            looks entries up in the file, "auto" chooses the latter for more than 64 MiB of them.
+            looks entries up in the file, "auto" chooses the latter for more than 64 MiB of them in
+            local files.
         engine: How batches are read, see `ffrecord.explain`: "auto", "direct", "io_uring",
             "libaio", "threads" or "python"; objects of stores have one of their own.
         storage: How objects of stores are read.

@@ -23,7 +23,7 @@ class StoreOptions:
         cache_bytes: What the cache takes at most.
     """
 
-    config: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict, repr=False)  # has secrets
     timeout: float = 30.0
     in_flight: int = 50
     gap: int = 32 << 10

@@ -15,6 +15,8 @@
 
 namespace ffrecord {
 
+constexpr int kMostRefusals = 1000;  // in a row, with nothing in flight: 0.1 s
+
 class Ring {
  public:
   explicit Ring(unsigned entries) : process_(getpid()) {
@@ -77,7 +79,7 @@ class Ring {
 
   // Hands over what was added and waits for a completion. False: the ring does not work any more.
   bool submit_and_wait() {
-    for (;;) {
+    for (int refused = 0;;) {
       const long taken = syscall(SYS_io_uring_enter, descriptor_, unsubmitted_, 1,
                                  IORING_ENTER_GETEVENTS, nullptr, 0);
       if (taken >= 0) {
@@ -85,8 +87,11 @@ class Ring {
         in_flight_ += static_cast<unsigned>(taken);
         return true;
       }
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN && errno != EBUSY) return false;
       // Busy or out of memory: once something completes there is room.
-      if (errno != EINTR && errno != EAGAIN && errno != EBUSY) return false;
+      if (!in_flight_ && ++refused == kMostRefusals) return false;
+      usleep(100);
     }
   }
 
