@@ -72,6 +72,12 @@ def plan(
     """
     if not sources:
         raise ValueError("there is no source: give one or more")
+    for name in (*sources, target):
+        if "://" in os.fspath(name):
+            raise ValueError(
+                f"{os.fspath(name)}: conversions are of local files; `ffrecord merge` copies "
+                "record files from a store"
+            )
     paths = [Path(source) for source in sources]
     for path in paths:
         if not path.exists():

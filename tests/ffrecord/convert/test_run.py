@@ -167,6 +167,7 @@ REFUSED = {
     "no suffix": (["a.ffr"], "b", {}, "the name tells no format"),
     "two formats": (["a.ffr", "a.tar"], "b.ffr", {}, "several formats: ffrecord, webdataset"),
     "unknown": (["a.ffr"], "b", {"target_format": "zip"}, "no format 'zip'"),
+    "url": (["a.ffr"], "s3://bucket/b.tar", {}, "conversions are of local files"),
     "field": (["a.ffr"], "b.tar", {"options": Options(field="jpg")}, "field is for"),
     "column": (["a.tar"], "b.ffr", {"options": Options(column="x")}, "column is for"),
     "parts": (["a.ffr"], "b.tar", {"options": Options(part_bytes=1)}, "parts are for"),
@@ -179,8 +180,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 ) -> None:
     write_rows(tmp_path / "a.ffr", [("a", b"a")])
     convert([tmp_path / "a.ffr"], tmp_path / "a.tar")
+    out = target if "://" in target else tmp_path / target
     with pytest.raises(ValueError, match=words):
-        convert([tmp_path / name for name in sources], tmp_path / target, **more)  # type: ignore[arg-type]
+        convert([tmp_path / name for name in sources], out, **more)  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ffr", "a.tar"]
 
 
