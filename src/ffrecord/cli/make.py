@@ -5,9 +5,12 @@ Keys go with their records; metadata and schema do where all files have the same
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -73,10 +76,14 @@ class _Copier:
                 self._progress(len(indices))
 
 
-def _pieces(reader: FileReader, start: int, stop: int) -> Iterable[range]:
+def _pieces(reader: FileReader, each: int) -> Iterator[tuple[int, range]]:
+    """Yield pieces of work in order, none across a border of `each` records: (part, records)."""
     for first, last in reader.pieces():
-        if first < stop and last > start:
-            yield range(max(first, start), min(last, stop))
+        while first < last:
+            part = first // each
+            stop = min(last, (part + 1) * each)
+            yield part, range(first, stop)
+            first = stop
 
 
 @click.command()
@@ -88,7 +95,8 @@ def merge(out: str, paths: tuple[str, ...], json: bool) -> None:
     """Write all records of PATHS, in order, into the new file OUT."""
     need_new(out)
     with _open_records(paths) as reader, Progress("merge", reader.n) as progress:
-        _Copier(reader, progress).copy(_pieces(reader, 0, reader.n), out, reader.n)
+        pieces = (range(*piece) for piece in reader.pieces())
+        _Copier(reader, progress).copy(pieces, out, reader.n)
         print_result({"records": reader.n, "bytes": os.path.getsize(out)}, json)
 
 
@@ -100,22 +108,21 @@ def merge(out: str, paths: tuple[str, ...], json: bool) -> None:
 @debug_option
 def split(out: str, paths: tuple[str, ...], files: int, json: bool) -> None:
     """Spread the records of PATHS, in order, over parts in the new directory OUT."""
-    from pathlib import Path
-
     from ffrecord.parts import part_name
     from ffrecord.whole import whole_directory
 
     need_new(out)
     with _open_records(paths) as reader, Progress("split", reader.n) as progress:
         each = max(1, -(-reader.n // files))
-        starts = range(0, max(reader.n, 1), each)
         copier = _Copier(reader, progress)
         with whole_directory(Path(out)) as work:
-            for number, start in enumerate(starts):
-                stop = min(start + each, reader.n)
-                pieces = _pieces(reader, start, stop)
-                copier.copy(pieces, str(work / part_name(number)), stop - start)
-        print_result({"records": reader.n, "files": len(starts), "records_a_file": each}, json)
+            if reader.n == 0:
+                copier.copy([], str(work / part_name(0)), 0)
+            for part, pieces in itertools.groupby(_pieces(reader, each), operator.itemgetter(0)):
+                count = min(each, reader.n - part * each)
+                copier.copy((piece for _, piece in pieces), str(work / part_name(part)), count)
+        made = max(1, -(-reader.n // each))
+        print_result({"records": reader.n, "files": made, "records_a_file": each}, json)
 
 
 @click.command()

@@ -65,6 +65,18 @@ def test_split_then_merge_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "again.ffr").read_bytes() == (DATA / "basic.ffr").read_bytes()
 
 
+def test_parts_of_a_split_have_equal_numbers_of_records(tmp_path: Path) -> None:
+    for files, sizes in ((3, [34, 34, 32]), (100, [1] * 100), (1, [100])):
+        out = tmp_path / f"{files}.ffr"
+        figures("split", out, DATA / "multi.ffr", "--files", files)
+        with FileReader(out) as reader, FileReader(DATA / "multi.ffr") as whole:
+            counts = [len(reader.get_checksums(number)) for number in range(len(reader.fnames))]
+            assert counts == sizes
+            assert [r.tobytes() for r in reader] == [r.tobytes() for r in whole]
+    assert figures("split", tmp_path / "e.ffr", DATA / "empty.ffr", "--files", 3)["files"] == 1
+    assert FileReader(tmp_path / "e.ffr").n == 0
+
+
 def test_keys_and_common_metadata_go_with_their_records(tmp_path: Path) -> None:
     for name in "ab":
         with FileWriter(tmp_path / f"{name}.ffr", metadata={"set": 1}) as writer:
