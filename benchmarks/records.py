@@ -9,9 +9,9 @@ array_record bagz pylance lmdb mosaicml-streaming litdata webdataset tfrecord
 Two profiles, records of about 48 KB in batches of 256 and of about 4 KB in batches of 512; the same
 records in every format, the same batches for all in a round, each round starting with another way.
 A turn is over after --seconds or a quarter of the records, so that no way profits from what its own
-reads have fetched besides. Every way opens its files anew, and reads one batch before its clock
-starts. Cold: the pages are dropped from the cache before (what stayed is measured by mincore and
-kept in the result file). Hot: a fifth of the records, read before.
+reads have fetched besides. Every turn is a process of its own, which opens its files and reads one
+batch before its clock starts. Cold: the pages are dropped from the cache before (what stayed is
+measured by mincore and kept in the result file). Hot: a fifth of the records, read before.
 
 All ways of ffrecord and the original's compare checksums, others but TFRecord have none for a
 record or check a block's. "The disk" is what Linux AIO gives past the cache at depth 64 in the same
@@ -22,8 +22,10 @@ others, so ratios are over the plain loop, which waits for each record too.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
+import json
 import os
 import random
 import statistics
@@ -41,7 +43,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 
 from benchmarks import disk
-from benchmarks.formats import FORMATS, MODULES, PACKAGES, Read, ffr, made, original, plain
+from benchmarks.formats import (
+    FORMATS,
+    MODULES,
+    PACKAGES,
+    Format,
+    Read,
+    Records,
+    ffr,
+    made,
+    original,
+    plain,
+)
 from benchmarks.harness import machine, result, ways
 
 # name, records, mean size in bytes, records a batch
@@ -81,19 +94,24 @@ class Turns:
             chosen = random.Random(number)
             pool = range(self._count // 5) if self._hot else range(self._count)
             order = chosen.sample(pool, len(pool) if self._hot else self._count // 4)
-            if not self._hot:
-                disk.drop(way.directory)
-            self.cached.setdefault(name, []).append(disk.left(way.directory))
-            with way.open(way.directory) as read:
-                if self._hot:
-                    self._read_all(read, order)
-                read(order[-self._batch :])
-                gc.collect()
-                rate, cpu = self._timed(read, order)
+            rate, cpu, cached = apart(lambda: self._turn(way, order))
             self.cpu.setdefault(name, []).append(cpu)
-            return rate
+            self.cached.setdefault(name, []).append(cached)
+            return float(rate)
 
         return turn
+
+    def _turn(self, way: Way, order: list[int]) -> list[float]:
+        """Return records a second, µs of CPU a record, and the share of the files cached before."""
+        if not self._hot:
+            disk.drop(way.directory)
+        cached = disk.left(way.directory)
+        with way.open(way.directory) as read:
+            if self._hot:
+                self._read_all(read, order)
+            read(order[-self._batch :])
+            gc.collect()
+            return [*self._timed(read, order), cached]
 
     def _read_all(self, read: Read, order: list[int]) -> None:
         for first in range(0, len(order), self._batch):
@@ -130,12 +148,9 @@ def measure_profile(
         directory.mkdir()
         start = time.perf_counter()
         try:
-            kind.write(directory, records)
-            os.sync()
-            with kind.open(directory) as read:
-                check(read, list(range(3, 1000, 101)), records, kind.random)
-        except Exception as error:
-            absent[label] = f"{type(error).__name__}: {error}".splitlines()[0]
+            apart(functools.partial(write, kind, directory, records))
+        except RuntimeError as error:
+            absent[label] = str(error)
             click.echo(f"{label} does not take part: {absent[label]}", err=True)
             continue
         click.echo(f"{name}, {label}: written in {time.perf_counter() - start:.0f} s", err=True)
@@ -169,6 +184,40 @@ def measure_profile(
             over_others(title, case, f"ffrecord, {engines[0]}"),
         ]
     return cases
+
+
+def apart(work: Callable[[], Any]) -> Any:
+    """Return what a forked process returns, so that no way is disturbed by another's libraries.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = {"value": work()}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        with os.fdopen(writing, "w") as file:
+            json.dump(answer, file)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    answer = json.loads(text) if text else {"error": "the process was killed"}
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer["value"]
+
+
+def write(kind: Format, directory: Path, records: Records) -> None:
+    """Write a profile in a format, and check some of it."""
+    kind.write(directory, records)
+    os.sync()
+    with kind.open(directory) as read:
+        check(read, list(range(3, 1000, 101)), records, kind.random)
 
 
 def check(read: Read, indices: list[int], records: Any, is_random: bool) -> None:

@@ -81,6 +81,8 @@ class FileReader:
         self._set: FileSet | None = None
         if tables not in _TABLES:
             raise ValueError(f'tables is {tables!r}: give "auto", "memory" or "demand"')
+        if not isinstance(storage, (StoreOptions, type(None))):
+            raise TypeError(f"storage is {storage!r}: give a ffrecord.StoreOptions")
         self._storage = storage or StoreOptions()
         self.fnames = expand(fname, self._storage)
         self.check_data = check_data

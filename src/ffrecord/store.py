@@ -120,7 +120,7 @@ def expand_url(url: str, options: StoreOptions) -> list[str]:
         OSError: The store does not answer, or refuses.
     """
     bare = url.rstrip("/")
-    directory, name = split(bare)
+    directory, name = split(url)
     store = _store(directory, *_frozen(options))
     if not url.endswith("/"):
         try:
@@ -147,7 +147,7 @@ def split(url: str) -> tuple[str, str]:
     Raises:
         ValueError: It has no directory, which for a store's root is the bucket.
     """
-    directory, _, name = url.rpartition("/")
+    directory, _, name = url.rstrip("/").rpartition("/")
     if not name or not directory.partition("://")[2].strip("/"):
         raise ValueError(f"{url} names no object: give scheme://bucket/path/name{SUFFIX}")
     return directory, name
@@ -199,14 +199,15 @@ def _store(directory: str, config: tuple[tuple[str, str], ...], timeout: float) 
 
     A request is given a third of the time, its repetitions the rest: all of it ends in time.
     """
-    _obstore()
+    _, errors = _obstore()
     _same_process()
     from obstore.store import from_url
 
     settings = dict(config)
     endpoint = settings.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL", "")
     one = timedelta(seconds=timeout / 3)
-    return from_url(
+    make = functools.partial(
+        from_url,
         directory,
         config=settings,
         client_options={
@@ -224,6 +225,13 @@ def _store(directory: str, config: tuple[tuple[str, str], ...], timeout: float) 
             },
         },
     )
+    try:
+        return make()
+    except (errors.BaseError, ValueError) as error:
+        raise ValueError(
+            f"{directory} is no store that can be read ({_words(error)}): give s3://bucket/…, "
+            "gs://bucket/…, az://account/container/… or https://…"
+        ) from None
 
 
 def _obstore() -> tuple[Any, Any]:

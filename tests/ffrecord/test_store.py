@@ -108,6 +108,8 @@ def test_a_forked_process_is_told_to_be_spawned(url: str, options: StoreOptions)
         ("s3://other/none.ffr", FileNotFoundError, "no such bucket or object"),
         ("s3://records/set.ffr/meta.txt", ValueError, "ends with .ffr"),
         ("s3://records", ValueError, "names no object"),
+        ("s3://", ValueError, "s3:// names no object"),
+        ("tape://records/one.ffr", ValueError, "tape://records is no store that can be read"),
         (["s3://records/one.ffr", "a.ffr"], ValueError, "not both"),
     ],
 )
@@ -116,6 +118,11 @@ def test_an_address_that_makes_no_sense_is_refused_in_words(
 ) -> None:
     with pytest.raises(kind, match=words):
         FileReader(name, storage=options)
+
+
+def test_options_of_another_type_are_refused(url: str) -> None:
+    with pytest.raises(TypeError, match="give a ffrecord"):
+        FileReader(url, storage={"timeout": 3})  # type: ignore[arg-type]
 
 
 def test_an_engine_for_local_files_is_refused(url: str, options: StoreOptions) -> None:
