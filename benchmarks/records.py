@@ -310,6 +310,8 @@ def main(
         if (rounds, seconds) == (5, 0.5)
         else ["--rounds", str(rounds), "--seconds", f"{seconds:g}"]
     )
+    if not peers:
+        arguments.append("--no-peers")
     made_result = ways.document(
         "records.py", "Random batches of records", arguments, PACKAGES, absent
     )

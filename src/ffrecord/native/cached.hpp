@@ -6,9 +6,9 @@
 
 namespace ffrecord {
 
-constexpr int64_t kShare = 1024 * 1024;     // bytes of copying worth another thread
-constexpr int64_t kPortion = 128 * 1024;    // bytes that a thread takes at a time
-constexpr int64_t kTrial = 256 * 1024;      // bytes that show whether the batch is cached
+constexpr int64_t kShare = 4096 * 1024;   // bytes of copying worth another thread
+constexpr int64_t kPortion = 128 * 1024;  // bytes that a thread takes at a time
+constexpr int64_t kTrial = 256 * 1024;    // bytes that show whether the batch is cached
 
 // Reads what lies in the page cache, by up to `threads` threads, and returns the other runs.
 inline std::vector<Run> read_cached(Batch &batch, const std::vector<Run> &runs, size_t threads) {
