@@ -17,7 +17,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.drawing import pages, plots, results
+from benchmarks.drawing import pages, plots, results, ways
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,6 +63,12 @@ def update(root: Path, directory: Path, write: bool) -> list[Path]:
     loaded = results.load(directory)
     stale = []
     for result in loaded:
+        if result.data.get("kind") == "ways":
+            path = pages.plot_path(root, f"{result.name}.png")
+            if result.measured and not plots.is_current(path, ways.digest(result)):
+                stale.append(path)
+                if write:
+                    ways.draw(path, result)
         if not result.name.endswith("_grid"):
             continue
         for file, curves in plots.plots_of(result).items():

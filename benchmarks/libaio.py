@@ -26,7 +26,7 @@ _REQUEST = np.dtype(
     }
 )
 _EVENT = np.dtype([("data", "<u8"), ("request", "<u8"), ("result", "<i8"), ("more", "<i8")])
-_SETUP, _SUBMIT, _GET_EVENTS = 206, 209, 208  # on x86-64
+_SETUP, _DESTROY, _GET_EVENTS, _SUBMIT = 206, 207, 208, 209  # on x86-64
 _MOST = 4096
 
 _system = ctypes.CDLL(None, use_errno=True).syscall
@@ -38,6 +38,64 @@ def _call(number: int, *arguments: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
+
+
+class Context:
+    """A context of Linux AIO.
+
+    Args:
+        most: Reads that may wait at a time.
+
+    Attributes:
+        waiting: Reads that were submitted and not waited for.
+    """
+
+    def __init__(self, most: int) -> None:
+        context = ctypes.c_ulong()
+        _call(_SETUP, most, ctypes.addressof(context))
+        self._context = context.value
+        self._events = np.zeros(most, _EVENT)
+        self.waiting = 0
+
+    def submit(
+        self,
+        descriptor: int,
+        addresses: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+    ) -> None:
+        """Start reads."""
+        requests = np.zeros(len(addresses), _REQUEST)
+        requests["descriptor"] = descriptor
+        requests["address"] = addresses
+        requests["length"] = lengths
+        requests["offset"] = offsets
+        pointers = requests.ctypes.data + _REQUEST.itemsize * np.arange(len(addresses))
+        submitted = 0
+        while submitted < len(addresses):
+            rest = pointers[submitted:]
+            submitted += _call(_SUBMIT, self._context, len(rest), rest.ctypes.data)
+        self.waiting += submitted
+
+    def wait(self, least: int) -> None:
+        """Wait until at least so many of the reads have ended.
+
+        Raises:
+            OSError: One failed.
+        """
+        done = 0
+        while done < least:
+            at = self._events.ctypes.data
+            got = _call(_GET_EVENTS, self._context, 1, self.waiting, at, 0)
+            worst = int(self._events["result"][:got].min())
+            if worst < 0:
+                raise OSError(-worst, os.strerror(-worst))
+            done += got
+            self.waiting -= got
+
+    def close(self) -> None:
+        """End the context."""
+        _call(_DESTROY, self._context)
 
 
 class LibaioReader:
@@ -53,32 +111,23 @@ class LibaioReader:
             self._offsets, self._checksums = reader.get_offsets(0), reader.get_checksums(0).tolist()
         self._check = check_data
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        context = ctypes.c_ulong()
-        _call(_SETUP, _MOST, ctypes.addressof(context))
-        self._context = context.value
-        self._events = np.zeros(_MOST, _EVENT)
+        self._context = Context(_MOST)
 
     def read(self, indices: list[int]) -> list[NDArray[np.uint8]]:
         """Read a batch of at most 4096 records."""
         wanted = np.array(indices)
         lengths = self._offsets[wanted + 1] - self._offsets[wanted]
         records = [np.empty(length, np.uint8) for length in lengths.tolist()]
-        requests = np.zeros(len(indices), _REQUEST)
-        requests["descriptor"] = self._descriptor
-        requests["address"] = [record.ctypes.data for record in records]
-        requests["length"] = lengths
-        requests["offset"] = self._offsets[wanted]
-        pointers = requests.ctypes.data + 64 * np.arange(len(indices), dtype=np.int64)
-        submitted = 0
-        while submitted < len(indices):
-            rest = pointers[submitted:]
-            submitted += _call(_SUBMIT, self._context, len(rest), rest.ctypes.data)
-        done = 0
-        while done < len(indices):
-            at = self._events.ctypes.data
-            done += _call(_GET_EVENTS, self._context, 1, len(indices) - done, at, 0)
+        addresses = np.array([record.ctypes.data for record in records], np.int64)
+        self._context.submit(self._descriptor, addresses, lengths, self._offsets[wanted])
+        self._context.wait(len(indices))
         if self._check:
             for index, record in zip(indices, records, strict=True):
                 if zlib.crc32(record.data) != self._checksums[index]:
                     raise RuntimeError(f"record {index} is damaged")
         return records
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._context.close()
+        os.close(self._descriptor)

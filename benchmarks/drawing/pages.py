@@ -4,6 +4,7 @@
     <!-- figures:layer_norm:calls -->   whole calls
     <!-- figures:layer_norm:grid -->    the grid: what it found, and its plots
     <!-- figures:allreduce_cpu -->      all-reduces
+    <!-- figures:images:ways -->        several ways of one thing (benchmarks/harness/ways.py)
     <!-- /figures -->                   closes each of them
 
 What stands between a marker and its end is replaced; the rest of the page is left as it is.
@@ -16,12 +17,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.drawing import allreduce, plots, tables
+from benchmarks.drawing import allreduce, plots, tables, ways
 from benchmarks.drawing.results import Result
 
 OPEN = re.compile(r"<!--\s*figures:([\w:.-]+)\s*-->")
 CLOSE = re.compile(r"<!--\s*/figures\s*-->")
-KINDS = ("kernel", "calls", "grid")
+KINDS = ("kernel", "calls", "grid", "ways")
 
 
 def pages(root: Path) -> list[Path]:
@@ -70,6 +71,8 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
         raise ValueError(f"there are no figures {kind!r}: the kinds are {', '.join(KINDS)}")
     wanted = f"{operator}_grid" if kind == "grid" else operator
     chosen = [result for result in results if result.name == wanted]
+    if kind == "ways":
+        return _ways(operator, page, root, chosen)
     if not chosen:
         grid = " --grid" if kind == "grid" else ""
         return f"Not measured yet: `python benchmarks/ops.py --op {operator}{grid}` does."
@@ -83,6 +86,16 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
                 for file in plots.plots_of(result)
                 for target in [plot_path(root, file)]
             ]
+    return "\n\n".join(parts)
+
+
+def _ways(name: str, page: Path, root: Path, chosen: Sequence[Result]) -> str:
+    if not chosen:
+        return f"Not measured yet: `python benchmarks/{name}.py` does."
+    parts = []
+    for result in chosen:
+        target = os.path.relpath(plot_path(root, f"{name}.png"), page.parent)
+        parts += [ways.table(result), f"![{result.data['title']}]({target})"]
     return "\n\n".join(parts)
 
 

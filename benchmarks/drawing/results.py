@@ -55,7 +55,7 @@ class Result:
 
 
 def load(directory: Path) -> list[Result]:
-    """Read every <machine>/<name>.json, in the order of their paths.
+    """Read every <machine>/<name>.json, in the order of their paths, and <name>.json of ways.
 
     Raises:
         ValueError: a file is no result file.
@@ -72,6 +72,10 @@ def load(directory: Path) -> list[Result]:
                 f"remove it or measure again"
             ) from error
         results.append(result)
+    for path in sorted(directory.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and data.get("kind") == "ways":
+            results.append(Result(path.stem, data))
     return results
 
 

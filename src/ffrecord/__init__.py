@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from ffrecord.engines import explain
     from ffrecord.errors import DamagedFileError, HeaderError, RecordError, RecordWarning
     from ffrecord.folder import NameWarning, PackedFolder, pack_folder, unpack
+    from ffrecord.parts import PartWriter
     from ffrecord.reader import FileReader
+    from ffrecord.store_options import StoreOptions
     from ffrecord.writer import FileWriter
 
 __version__ = "0.1.0"
@@ -24,8 +26,10 @@ __all__ = [
     "HeaderError",
     "NameWarning",
     "PackedFolder",
+    "PartWriter",
     "RecordError",
     "RecordWarning",
+    "StoreOptions",
     "explain",
     "pack_folder",
     "unpack",
@@ -38,8 +42,10 @@ _HOMES = {
     "HeaderError": "errors",
     "NameWarning": "folder",
     "PackedFolder": "folder",
+    "PartWriter": "parts",
     "RecordError": "errors",
     "RecordWarning": "errors",
+    "StoreOptions": "store_options",
     "explain": "engines",
     "pack_folder": "folder",
     "unpack": "folder",

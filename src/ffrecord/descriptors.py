@@ -27,6 +27,12 @@ class SourceFile:
         self.number = next(self._numbers)
         self.identity: tuple[int, ...] | None = None
 
+    @contextlib.contextmanager
+    def access(self) -> Iterator[int]:
+        """Give a descriptor, which stays open until the block is left."""
+        with OPEN_FILES.lease(self) as (descriptor,):
+            yield descriptor
+
     def open(self) -> int:
         """Open the file.
 

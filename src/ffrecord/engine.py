@@ -53,6 +53,10 @@ class Engine(ABC):
 
     name: str
 
+    def empty(self, size: int) -> NDArray[np.uint8]:
+        """Return memory for a batch: an array of `size` bytes, shape (size,), content undefined."""
+        return np.empty(size, np.uint8)
+
     @abstractmethod
     def read_batch(
         self, requests: Requests, arena: NDArray[np.uint8], *, checksums: bool

@@ -29,7 +29,6 @@ The key index of K keys, sorted by their UTF-8 bytes and all different:
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Mapping
@@ -39,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffrecord.errors import HeaderError
+from ffrecord.handle import Handle, pread
 
 MAGIC = b"\x89FFREXT\n"
 VERSION = 1
@@ -109,6 +109,10 @@ class KeyIndex:
                 f"key {number} of {self._path} is no UTF-8", path=self._path
             ) from None
 
+    def record(self, number: int) -> int:
+        """Return the record of the key of this number in the order of bytes."""
+        return int(self._records[number])
+
     def find(self, key: str) -> int | None:
         """Return the record of a key, or None."""
         wanted, low, high = key.encode(), 0, len(self)
@@ -158,11 +162,11 @@ def _encode_keys(keys: Mapping[str, int]) -> bytes:
     return len(rows).to_bytes(8, "little") + starts.tobytes() + records.tobytes() + names
 
 
-def find(descriptor: int, path: str, begin: int, end: int, *, check_data: bool) -> Extension | None:
+def find(handle: Handle, path: str, begin: int, end: int, *, check_data: bool) -> Extension | None:
     """Look for a block in a file's gap, and check it.
 
     Args:
-        descriptor: The file, open for reading.
+        handle: The file; a descriptor is open for reading.
         path: Its name, for messages.
         begin: Where the tables end.
         end: Where record 0 starts, or the file ends.
@@ -176,7 +180,7 @@ def find(descriptor: int, path: str, begin: int, end: int, *, check_data: bool) 
     """
     if end - begin < _HEAD.size:
         return None
-    head = os.pread(descriptor, _HEAD.size, begin)
+    head = pread(handle, _HEAD.size, begin)
     if len(head) < _HEAD.size or not head.startswith(MAGIC):
         return None
     _, version, critical, _, stored, length, text_at, text, keys_at, keys = _HEAD.unpack(head)
@@ -199,7 +203,7 @@ def find(descriptor: int, path: str, begin: int, end: int, *, check_data: bool) 
         zeroed = head[:_CHECKSUM_AT] + bytes(4) + head[_CHECKSUM_AT + 4 :]
         found = zlib.crc32(zeroed)
         for at in range(_HEAD.size, length, _PIECE):
-            found = zlib.crc32(os.pread(descriptor, min(_PIECE, length - at), begin + at), found)
+            found = zlib.crc32(pread(handle, min(_PIECE, length - at), begin + at), found)
         if found != stored:
             raise HeaderError(
                 f"{path} has a damaged extension block: expected checksum {stored:#010x}, "
@@ -209,7 +213,7 @@ def find(descriptor: int, path: str, begin: int, end: int, *, check_data: bool) 
     return Extension((begin + text_at, text), (begin + keys_at, keys))
 
 
-def read_text(descriptor: int, path: str, extension: Extension) -> dict[str, Any]:
+def read_text(handle: Handle, path: str, extension: Extension) -> dict[str, Any]:
     """Read the members "metadata" and "schema".
 
     Raises:
@@ -217,7 +221,7 @@ def read_text(descriptor: int, path: str, extension: Extension) -> dict[str, Any
     """
     offset, length = extension.text
     try:
-        loaded = json.loads(os.pread(descriptor, length, offset))
+        loaded = json.loads(pread(handle, length, offset))
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"the metadata of {path} are no JSON: {error}", path=path) from error
     if not isinstance(loaded, dict):
@@ -225,14 +229,14 @@ def read_text(descriptor: int, path: str, extension: Extension) -> dict[str, Any
     return loaded
 
 
-def read_keys(descriptor: int, path: str, extension: Extension, n: int) -> KeyIndex:
+def read_keys(handle: Handle, path: str, extension: Extension, n: int) -> KeyIndex:
     """Read the key index; it has no keys where the block has none.
 
     Raises:
         HeaderError: The index makes no sense.
     """
     offset, length = extension.keys
-    return KeyIndex(os.pread(descriptor, length, offset) if length else bytes(16), n, path)
+    return KeyIndex(pread(handle, length, offset) if length else bytes(16), n, path)
 
 
 def padded(block: bytes, begin: int) -> bytes:

@@ -7,10 +7,9 @@ the index (see `folder_index`). Modes, times and links are not kept.
 from __future__ import annotations
 
 import os
-import stat
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -19,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffrecord import folder_index
+from ffrecord.files import FilesWriter, read_files
 from ffrecord.folder_index import Tree
+from ffrecord.folder_scan import scan
 from ffrecord.names import collisions
 from ffrecord.paths import PathLike
 from ffrecord.reader import FileReader
@@ -43,6 +44,10 @@ class PackedFolder:
         ffr_file: The record file.
         check_data: Compare checksums.
 
+    Attributes:
+        reader: The `FileReader`; the last of its records is the index.
+        tree: Names to records' indices, and to trees for directories.
+
     Raises:
         DamagedFileError: It is no packed folder, or is damaged.
     """
@@ -51,7 +56,7 @@ class PackedFolder:
         self.reader = FileReader(ffr_file, check_data)
         path = self.reader.fnames[-1]
         last = self.reader.read_one(-1).tobytes() if self.reader.n else b""
-        self._tree = folder_index.decode(last, self.reader.n - 1, path)
+        self.tree = folder_index.decode(last, self.reader.n - 1, path)
 
     def read_one(self, path: PathLike) -> NDArray[np.uint8]:
         """Read one file.
@@ -104,7 +109,7 @@ class PackedFolder:
 
     def num_files(self) -> int:
         """Return the number of files."""
-        return sum(record is not None for _, record in folder_index.walk(self._tree))
+        return sum(record is not None for _, record in folder_index.walk(self.tree))
 
     def close(self) -> None:
         """Let go of the file."""
@@ -126,7 +131,7 @@ class PackedFolder:
         return self.reader.fnames[-1]
 
     def _look_up(self, path: PathLike) -> int | Tree | None:
-        found: int | Tree = self._tree
+        found: int | Tree = self.tree
         for name in os.fspath(path).split("/"):
             if name in ("", "."):
                 continue
@@ -154,6 +159,7 @@ def pack_folder(
     verbose: bool = False,
     *,
     progress: Progress | None = None,
+    workers: int | None = None,
 ) -> None:
     """Write a folder's files into one record file.
 
@@ -162,67 +168,40 @@ def pack_folder(
         out_file: The record file; it appears when it is complete.
         verbose: Print each path.
         progress: Called with 1 after each file.
+        workers: How many threads read ahead; 8 by default.
 
     Raises:
         NotADirectoryError: `folder` is no directory.
         ValueError: A link leads out of the folder or around in a circle, or there is something
             that is neither a file nor a directory. All such paths are named.
     """
-    root = os.path.realpath(folder)
-    if not os.path.isdir(root):
-        raise NotADirectoryError(f"{os.fspath(folder)} is not a directory")
-    files: list[str] = []
-    problems: list[str] = []
-    tree = _scan(root, (root,), "", files, problems)
-    if problems:
-        raise ValueError(f"{os.fspath(folder)} is not packed: " + "; ".join(problems))
-    _report_collisions(tree, os.fspath(folder))
-    with FileWriter(out_file, len(files) + 1) as writer:
-        for path in files:
+    scanned = scan(folder)
+    report_collisions(folder_index.paths(scanned.tree), os.fspath(folder))
+    names = folder_index.files(scanned.tree)
+    with FileWriter(out_file, len(scanned.paths) + 1) as writer:
+        for name, data in zip(names, read_files(scanned.paths, workers), strict=True):
+            writer.write_one(data)
             if verbose:
-                print(os.path.relpath(path, root))
-            with open(path, "rb") as file:
-                writer.write_one(file.read())
+                print(name)
             if progress:
                 progress(1)
-        writer.write_one(folder_index.encode(tree))
+        writer.write_one(folder_index.encode(scanned.tree))
 
 
-def _scan(
-    root: str, above: tuple[str, ...], prefix: str, files: list[str], problems: list[str]
-) -> Tree:
-    """Number the files below a directory, and note what cannot be packed."""
-    tree: Tree = OrderedDict()
-    for name in sorted(os.listdir(above[-1])):
-        path = os.path.join(above[-1], name)
-        real = os.path.realpath(path)
-        if os.path.islink(path) and os.path.commonpath([root, real]) != root:
-            problems.append(f"{prefix}{name} is a link that leads out of it")
-            continue
-        try:
-            mode = os.stat(path).st_mode
-        except OSError as error:
-            problems.append(f"{prefix}{name}: {error.strerror}")
-            continue
-        if stat.S_ISREG(mode):
-            tree[name] = len(files)
-            files.append(path)
-        elif not stat.S_ISDIR(mode):
-            problems.append(f"{prefix}{name} is neither a file nor a directory")
-        elif real in above:
-            problems.append(f"{prefix}{name} is a link to a directory above it")
-        else:
-            tree[name] = _scan(root, (*above, real), f"{prefix}{name}/", files, problems)
-    return tree
-
-
-def unpack(ffr_file: PathLike, folder: PathLike, *, progress: Progress | None = None) -> None:
+def unpack(
+    ffr_file: PathLike,
+    folder: PathLike,
+    *,
+    progress: Progress | None = None,
+    workers: int | None = None,
+) -> None:
     """Write the files of a packed folder into a new directory, which appears when it is complete.
 
     Args:
         ffr_file: The packed folder. Names that could lead out of the directory are refused.
         folder: The directory; it must not exist yet, or be empty.
         progress: Called with the number of files after each batch.
+        workers: How many threads write; 8 by default.
 
     Raises:
         FileExistsError: `folder` has something in it.
@@ -232,32 +211,42 @@ def unpack(ffr_file: PathLike, folder: PathLike, *, progress: Progress | None = 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} exists and is not an empty directory")
     with PackedFolder(ffr_file) as packed:
-        _report_collisions(packed._tree, os.fspath(ffr_file))
+        report_collisions(folder_index.paths(packed.tree), os.fspath(ffr_file))
         names: dict[int, list[str]] = {}
-        with whole_directory(target) as work:
-            for name, record in folder_index.walk(packed._tree):
+        with whole_directory(target) as work, FilesWriter(work, workers) as files:
+            for name, record in folder_index.walk(packed.tree):
                 if record is None:
                     (work / name).mkdir()
                 else:
                     names.setdefault(record, []).append(name)
             for first, last in packed.reader.pieces():
                 wanted = [record for record in range(first, last) if record in names]
-                for record, data in zip(wanted, packed.reader.read(wanted), strict=True):
-                    for name in names[record]:
-                        # Never through a name that is there: it would be the same file twice.
-                        with open(work / name, "xb") as file:
-                            file.write(data.data)
+                batch = packed.reader.read(wanted, writable=False)
+                files.write(
+                    [
+                        (name, data)
+                        for record, data in zip(wanted, batch, strict=True)
+                        for name in names[record]
+                    ]
+                )
                 if progress:
-                    progress(len(wanted))
+                    progress(sum(len(names[record]) for record in wanted))
 
 
-def _report_collisions(tree: Tree, name: str) -> None:
-    groups = collisions(path for path, _ in folder_index.walk(tree))
+def report_collisions(paths: Iterable[str], name: str) -> None:
+    """Warn of paths that are one and the same file on some systems.
+
+    Args:
+        paths: All of them.
+        name: Where they are, for the message.
+    """
+    groups = collisions(paths)
     if groups:
         listed = "; ".join(" and ".join(group) for group in groups[:5])
         more = f"; and {len(groups) - 5} more" if len(groups) > 5 else ""
         warnings.warn(
-            f"names in {name} differ only in case and are one file on some systems: {listed}{more}",
+            f"names in {name} differ only in case or accents' form and are one file on some "
+            f"systems: {listed}{more}",
             NameWarning,
             stacklevel=3,
         )

@@ -87,3 +87,13 @@ def walk(tree: Tree, prefix: str = "") -> Iterator[tuple[str, int | None]]:
         else:
             yield prefix + name, None
             yield from walk(value, f"{prefix}{name}/")
+
+
+def paths(tree: Tree) -> list[str]:
+    """Return every path in a tree, of directories too."""
+    return [path for path, _ in walk(tree)]
+
+
+def files(tree: Tree) -> list[str]:
+    """Return the path of every file in a tree."""
+    return [path for path, record in walk(tree) if record is not None]

@@ -18,8 +18,6 @@ nonsense costs no memory and is refused in words.
 
 from __future__ import annotations
 
-import os
-import stat
 import struct
 import warnings
 import zlib
@@ -30,6 +28,7 @@ from numpy.typing import NDArray
 
 from ffrecord.errors import HeaderError, RecordWarning
 from ffrecord.extension import MAGIC as EXTENSION_MAGIC
+from ffrecord.handle import Handle, pread, size_of
 
 SUFFIX = ".ffr"
 
@@ -85,11 +84,11 @@ def encode_header(checksums: NDArray[np.uint32], lengths: NDArray[np.int64], sta
     return CHECKSUM.pack(zlib.crc32(body)) + body
 
 
-def read_header(descriptor: int, path: str, *, check_data: bool) -> Header:
+def read_header(handle: Handle, path: str, *, check_data: bool) -> Header:
     """Read and check a file's header.
 
     Args:
-        descriptor: The file, open for reading; its position is not used.
+        handle: The file; a descriptor is open for reading, its position is not used.
         path: The file's name, for messages.
         check_data: Also compare the header's checksum.
 
@@ -97,15 +96,14 @@ def read_header(descriptor: int, path: str, *, check_data: bool) -> Header:
         HeaderError: The file is shorter than its header says, its offsets go back or beyond its
             end, or the checksum does not match.
     """
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+    size = size_of(handle)
+    if size is None:
         raise HeaderError(f"{path} is not a regular file", path=path)
-    size = status.st_size
     if size < FIXED:
         raise HeaderError(
             f"{path} is no record file: it has {size} bytes, the shortest has {FIXED}", path=path
         )
-    fixed = _read(descriptor, path, 0, FIXED)
+    fixed = _read(handle, path, 0, FIXED)
     (stored,) = CHECKSUM.unpack_from(fixed, 0)
     (n,) = COUNT.unpack_from(fixed, CHECKSUM.size)
     if not 0 <= n <= (size - FIXED) // ENTRY:
@@ -118,9 +116,9 @@ def read_header(descriptor: int, path: str, *, check_data: bool) -> Header:
     checksums_end = FIXED + CHECKSUM_DTYPE.itemsize * n
     if check_data:
         for at in range(FIXED, checksums_end, _PIECE):
-            piece = _read(descriptor, path, at, min(_PIECE, checksums_end - at))
+            piece = _read(handle, path, at, min(_PIECE, checksums_end - at))
             found = zlib.crc32(piece, found)
-    start, found = _check_offsets(descriptor, path, n, size, found)
+    start, found = _check_offsets(handle, path, n, size, found)
     if check_data and stored == 0:
         warnings.warn(
             f"{path} is of an old version: its header has no checksum and is not checked",
@@ -135,14 +133,14 @@ def read_header(descriptor: int, path: str, *, check_data: bool) -> Header:
     return Header(n, size, start, stored)
 
 
-def _check_offsets(descriptor: int, path: str, n: int, size: int, checksum: int) -> tuple[int, int]:
+def _check_offsets(handle: Handle, path: str, n: int, size: int, checksum: int) -> tuple[int, int]:
     """Check that offsets lie in the file and never go back.
 
     Returns:
         The first byte of record 0, and `checksum` continued over the table.
     """
     if n == 0:
-        if size != FIXED and not os.pread(descriptor, 8, FIXED).startswith(EXTENSION_MAGIC):
+        if size != FIXED and not pread(handle, 8, FIXED).startswith(EXTENSION_MAGIC):
             raise HeaderError(
                 f"{path} claims to be empty, but has {size - FIXED} bytes after its header: "
                 "its writer was stopped, or it is no record file",
@@ -153,7 +151,7 @@ def _check_offsets(descriptor: int, path: str, n: int, size: int, checksum: int)
     end = tables_end(n)
     start, previous, index = -1, end, 0
     for at in range(table, end, _PIECE):
-        piece = _read(descriptor, path, at, min(_PIECE, end - at))
+        piece = _read(handle, path, at, min(_PIECE, end - at))
         checksum = zlib.crc32(piece, checksum)
         offsets = np.frombuffer(piece, OFFSET_DTYPE)
         if start < 0:
@@ -180,7 +178,7 @@ def _check_offsets(descriptor: int, path: str, n: int, size: int, checksum: int)
 
 
 def read_offsets(
-    descriptor: int, path: str, header: Header, first: int, last: int
+    handle: Handle, path: str, header: Header, first: int, last: int
 ) -> NDArray[np.int64]:
     """Read offsets `first` to `last` (exclusive); the one numbered n is the file's size.
 
@@ -192,7 +190,7 @@ def read_offsets(
     stop = min(last, n)
     offsets = np.empty(last - first, np.int64)
     raw = _read(
-        descriptor,
+        handle,
         path,
         table + OFFSET_DTYPE.itemsize * first,
         OFFSET_DTYPE.itemsize * (stop - first),
@@ -211,7 +209,7 @@ def read_offsets(
 
 
 def read_checksums(
-    descriptor: int, path: str, header: Header, first: int, last: int
+    handle: Handle, path: str, header: Header, first: int, last: int
 ) -> NDArray[np.uint32]:
     """Read the checksums of records `first` to `last` (exclusive).
 
@@ -219,14 +217,14 @@ def read_checksums(
         HeaderError: The file has become shorter.
     """
     item = CHECKSUM_DTYPE.itemsize
-    raw = _read(descriptor, path, FIXED + item * first, item * (last - first))
+    raw = _read(handle, path, FIXED + item * first, item * (last - first))
     return np.frombuffer(raw, CHECKSUM_DTYPE).astype(np.uint32)
 
 
-def _read(descriptor: int, path: str, offset: int, length: int) -> bytes:
-    data = os.pread(descriptor, length, offset)
+def _read(handle: Handle, path: str, offset: int, length: int) -> bytes:
+    data = pread(handle, length, offset)
     while len(data) < length:
-        more = os.pread(descriptor, length - len(data), offset + len(data))
+        more = pread(handle, length - len(data), offset + len(data))
         if not more:
             raise HeaderError(
                 f"{path} is cut short: it ends at byte {offset + len(data)}, in its header",

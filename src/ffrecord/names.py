@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -18,8 +19,12 @@ def unsafe(name: str) -> str | None:
 
 
 def collisions(paths: Iterable[str]) -> list[list[str]]:
-    """Return groups of paths that are one and the same on a file system that ignores case."""
+    """Return groups of paths that are one and the same file on some systems.
+
+    Those ignore case, or whether an accented letter is one character or two (Unicode's forms NFC
+    and NFD).
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        groups[path.casefold()].append(path)
+        groups[unicodedata.normalize("NFC", path).casefold()].append(path)
     return [group for group in groups.values() if len(group) > 1]

@@ -6,7 +6,7 @@ large for that, read in small blocks around the records that are asked for.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,14 @@ from numpy.typing import NDArray
 from ffrecord import extension
 from ffrecord import format as ffr
 from ffrecord.descriptors import OPEN_FILES, SourceFile
+from ffrecord.handle import Handle
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from ffrecord.store import StoreObject
+
+    Source: TypeAlias = SourceFile | StoreObject
 
 # Records whose table entries are read together: half a KiB of offsets.
 _BLOCK = 64
@@ -31,7 +39,7 @@ class Part:
     """One record file.
 
     Args:
-        path: The file.
+        file: A local file, by its name too, or an object of a store.
         check_data: Compare the header's checksum.
         keep_tables: Load the tables at the first read and keep them.
 
@@ -40,17 +48,17 @@ class Part:
         OSError: The file cannot be read.
     """
 
-    def __init__(self, path: str, *, check_data: bool, keep_tables: bool) -> None:
-        self.file = SourceFile(path)
+    def __init__(self, file: Source | str, *, check_data: bool, keep_tables: bool) -> None:
+        self.file = SourceFile(file) if isinstance(file, str) else file
         self.keep_tables = keep_tables
         self._keys: extension.KeyIndex | None = None
         self._tables: tuple[NDArray[np.int64], NDArray[np.uint32]] | None = None
         try:
-            with OPEN_FILES.lease(self.file) as (descriptor,):
-                self.header = ffr.read_header(descriptor, path, check_data=check_data)
-                self.extension = self._find_extension(descriptor, check_data)
+            with self.file.access() as handle:
+                self.header = ffr.read_header(handle, self.path, check_data=check_data)
+                self.extension = self._find_extension(handle, check_data)
         except BaseException:
-            OPEN_FILES.forget(self.file)
+            self.close()
             raise
 
     @property
@@ -58,44 +66,49 @@ class Part:
         """The file, as it was given."""
         return self.file.path
 
+    def close(self) -> None:
+        """Let go of the file; a second call does nothing."""
+        if isinstance(self.file, SourceFile):
+            OPEN_FILES.forget(self.file)
+
     def recheck(self) -> None:
         """Read and compare the header again.
 
         Raises:
             HeaderError: It is damaged now.
         """
-        with OPEN_FILES.lease(self.file) as (descriptor,):
-            ffr.read_header(descriptor, self.path, check_data=True)
-            self._find_extension(descriptor, True)
+        with self.file.access() as handle:
+            ffr.read_header(handle, self.path, check_data=True)
+            self._find_extension(handle, True)
 
     def text(self) -> dict[str, Any]:
         """Return the members of the extension block's JSON text; empty where there is no block."""
         if self.extension is None:
             return {}
-        with OPEN_FILES.lease(self.file) as (descriptor,):
-            return extension.read_text(descriptor, self.path, self.extension)
+        with self.file.access() as handle:
+            return extension.read_text(handle, self.path, self.extension)
 
     def keys(self) -> extension.KeyIndex | None:
         """Return the key index, which is kept once it was read; None where there is no block."""
         if self.extension is not None and self._keys is None:
-            with OPEN_FILES.lease(self.file) as (descriptor,):
+            with self.file.access() as handle:
                 n = self.header.n
-                self._keys = extension.read_keys(descriptor, self.path, self.extension, n)
+                self._keys = extension.read_keys(handle, self.path, self.extension, n)
         return self._keys
 
-    def _find_extension(self, descriptor: int, check_data: bool) -> extension.Extension | None:
+    def _find_extension(self, handle: Handle, check_data: bool) -> extension.Extension | None:
         begin, end = ffr.tables_end(self.header.n), self.header.start
-        return extension.find(descriptor, self.path, begin, end, check_data=check_data)
+        return extension.find(handle, self.path, begin, end, check_data=check_data)
 
     def offsets(self) -> NDArray[np.int64]:
         """Return all offsets and the file's size, shape (n + 1,)."""
-        with OPEN_FILES.lease(self.file) as (descriptor,):
-            return ffr.read_offsets(descriptor, self.path, self.header, 0, self.header.n + 1)
+        with self.file.access() as handle:
+            return ffr.read_offsets(handle, self.path, self.header, 0, self.header.n + 1)
 
     def checksums(self) -> NDArray[np.uint32]:
         """Return all checksums, shape (n,)."""
-        with OPEN_FILES.lease(self.file) as (descriptor,):
-            return ffr.read_checksums(descriptor, self.path, self.header, 0, self.header.n)
+        with self.file.access() as handle:
+            return ffr.read_checksums(handle, self.path, self.header, 0, self.header.n)
 
     def locate(self, indices: NDArray[np.int64]) -> Places:
         """Look up records by their index in this file, which must be in range."""
@@ -111,9 +124,9 @@ class Part:
             offsets, checksums = self._tables or self._load()
             start = int(offsets[index])
             return start, int(offsets[index + 1]) - start, int(checksums[index])
-        with OPEN_FILES.lease(self.file) as (descriptor,):
-            ends = ffr.read_offsets(descriptor, self.path, self.header, index, index + 2)
-            checksums = ffr.read_checksums(descriptor, self.path, self.header, index, index + 1)
+        with self.file.access() as handle:
+            ends = ffr.read_offsets(handle, self.path, self.header, index, index + 2)
+            checksums = ffr.read_checksums(handle, self.path, self.header, index, index + 1)
         return int(ends[0]), int(ends[1] - ends[0]), int(checksums[0])
 
     def _load(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
@@ -129,12 +142,12 @@ class Part:
             return places
         order = np.argsort(indices, kind="stable")
         blocks = indices[order] // _BLOCK
-        with OPEN_FILES.lease(self.file) as (descriptor,):
+        with self.file.access() as handle:
             for members in np.split(order, np.flatnonzero(np.diff(blocks)) + 1):
                 first = int(indices[members[0]]) // _BLOCK * _BLOCK
                 last = min(first + _BLOCK, self.header.n)
-                offsets = ffr.read_offsets(descriptor, self.path, self.header, first, last + 1)
-                checksums = ffr.read_checksums(descriptor, self.path, self.header, first, last)
+                offsets = ffr.read_offsets(handle, self.path, self.header, first, last + 1)
+                checksums = ffr.read_checksums(handle, self.path, self.header, first, last)
                 inside = indices[members] - first
                 places.offsets[members] = offsets[inside]
                 places.lengths[members] = offsets[inside + 1] - offsets[inside]

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ffrecord.format import SUFFIX
+from ffrecord.store_options import StoreOptions, is_url
 
 PathLike = str | os.PathLike[str]
 
 
-def expand(given: PathLike | Iterable[PathLike]) -> list[str]:
-    """Return the record files of one path, of a list of paths, or in a directory.
+def expand(given: PathLike | Iterable[PathLike], storage: StoreOptions) -> list[str]:
+    """Return the record files of one path or URL, of a list of them, or in a directory.
 
     A directory stands for its own `*.ffr` files, sorted as strings; parts in directories below it
     are not looked for.
@@ -25,6 +26,8 @@ def expand(given: PathLike | Iterable[PathLike]) -> list[str]:
     """
     if isinstance(given, (str, os.PathLike)):
         path = os.fspath(given)
+        if is_url(path):
+            return _in_store(path, storage)
         if os.path.isdir(path):
             files = sorted(
                 entry.path
@@ -35,10 +38,24 @@ def expand(given: PathLike | Iterable[PathLike]) -> list[str]:
                 raise FileNotFoundError(f"no {SUFFIX} files in the directory {path}")
             return [_checked(file) for file in files]
         return [_checked(path)]
-    files = [_checked(os.fspath(path)) for path in given]
-    if not files:
+    paths = [os.fspath(path) for path in given]
+    if not paths:
         raise ValueError("no files: the list is empty")
-    return files
+    remote = [path for path in paths if is_url(path)]
+    if not remote:
+        return [_checked(path) for path in paths]
+    if len(remote) < len(paths):
+        raise ValueError(
+            f"a reader reads local files or objects of stores, not both: {remote[0]} is among "
+            f"{len(paths) - len(remote)} local paths"
+        )
+    return [file for url in remote for file in _in_store(url, storage)]
+
+
+def _in_store(url: str, storage: StoreOptions) -> list[str]:
+    from ffrecord.store import expand_url
+
+    return expand_url(url, storage)
 
 
 def _checked(path: str) -> str:

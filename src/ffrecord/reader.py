@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffrecord import engines
-from ffrecord.descriptors import OPEN_FILES
+from ffrecord.descriptors import SourceFile
 from ffrecord.engine import RequestError, Requests, ShortReadError
 from ffrecord.errors import RecordError
 from ffrecord.fileset import FileSet
 from ffrecord.part import Places
 from ffrecord.paths import PathLike, expand
+from ffrecord.store_options import StoreOptions
 from ffrecord.writer import BufferLike
 
 if TYPE_CHECKING:
@@ -45,13 +46,16 @@ class FileReader:
 
     Args:
         fname: A file, a list of files, or a directory, which stands for its `*.ffr` files sorted as
-            strings. Indices run through the files in order.
+            strings. Indices run through the files in order. Also URLs of objects and directories in
+            a store, such as "s3://bucket/train.ffr" (needs `hfai[storage]`).
         check_data: Compare checksums: the header's here, and each record's when it is read. Headers
             that make no sense are refused either way.
         tables: "memory" keeps the files' tables (12 bytes a record) once a file was read, "demand"
-            looks entries up in the file, "auto" chooses the latter for more than 64 MiB of them.
+            looks entries up in the file, "auto" chooses the latter for more than 64 MiB of them in
+            local files.
         engine: How batches are read, see `ffrecord.explain`: "auto", "direct", "io_uring",
-            "threads" or "python".
+            "libaio", "threads" or "python"; objects of stores have one of their own.
+        storage: How objects of stores are read.
 
     Attributes:
         n: The number of records.
@@ -62,6 +66,7 @@ class FileReader:
         FileNotFoundError: A file does not exist, or a directory has none.
         ValueError: A name does not end with `.ffr`.
         HeaderError: A file is damaged, cut short, or no record file.
+        OSError: A file cannot be read, or a store does not answer (TimeoutError) or refuses.
     """
 
     def __init__(
@@ -71,22 +76,34 @@ class FileReader:
         *,
         tables: Literal["auto", "memory", "demand"] = "auto",
         engine: str = "auto",
+        storage: StoreOptions | None = None,
     ) -> None:
         self._set: FileSet | None = None
         if tables not in _TABLES:
             raise ValueError(f'tables is {tables!r}: give "auto", "memory" or "demand"')
-        self.fnames = expand(fname)
+        if not isinstance(storage, (StoreOptions, type(None))):
+            raise TypeError(f"storage is {storage!r}: give a ffrecord.StoreOptions")
+        self._storage = storage or StoreOptions()
+        self.fnames = expand(fname, self._storage)
         self.check_data = check_data
         self._tables = tables
         self._set = FileSet(
             self.fnames,
+            storage=self._storage,
             check_data=check_data,
             keep_tables=_TABLES[tables],
             most_tables=_MOST_TABLES,
         )
         self.n = self._set.n
         self._engine_name = engine
-        self._engine = engines.choose(engine, sum(part.header.size for part in self._set.parts))
+        if not self._set.is_remote:
+            self._engine = engines.choose(engine, sum(part.header.size for part in self._set.parts))
+        elif engine == "auto":
+            self._engine = engines.for_stores(self._storage)
+        else:
+            raise ValueError(
+                f"engine is {engine!r}: that is for local files, not for objects of a store"
+            )
 
     def read(
         self, indices: Indices, out: BufferLike | None = None, *, writable: bool = True
@@ -116,13 +133,14 @@ class FileReader:
         files = self._open_set()
         owners, places = files.locate(wanted)
         positions, total = _layout(places.lengths)
-        arena = np.empty(total, np.uint8) if out is None else _checked_arena(out, total)
+        arena = self._engine.empty(total) if out is None else _checked_arena(out, total)
         for numbers, members in files.goes(owners):
-            sources = [files.parts[number].file for number in numbers]
-            with OPEN_FILES.lease(*sources) as descriptors:
-                keys = np.array(descriptors, np.int64)[np.searchsorted(numbers, owners[members])]
+            with files.keys(numbers) as keys:
                 requests = Requests(
-                    keys, places.offsets[members], places.lengths[members], positions[members]
+                    np.array(keys, np.int64)[np.searchsorted(numbers, owners[members])],
+                    places.offsets[members],
+                    places.lengths[members],
+                    positions[members],
                 )
                 try:
                     found = self._engine.read_batch(requests, arena, checksums=self.check_data)
@@ -150,10 +168,12 @@ class FileReader:
         """
         index = self._normalised_one(index)
         part, local = self._open_set().find(index)
+        if not isinstance(part.file, SourceFile):
+            return self.read([index])[0]
         offset, length, expected = part.locate_one(local)
         record = np.empty(length, np.uint8)
         done = 0
-        with OPEN_FILES.lease(part.file) as (descriptor,):
+        with part.file.access() as descriptor:
             while done < length:
                 got = os.preadv(descriptor, [record[done:].data], offset + done)
                 if got == 0:
@@ -228,7 +248,9 @@ class FileReader:
 
     def damaged(self, first: int = 0, last: int | None = None) -> Iterator[RecordError]:
         """Read records `first` to `last` (exclusive), and yield an error for each damaged one."""
-        checker = self if self.check_data else FileReader(self.fnames, tables=self._tables)
+        checker = self
+        if not self.check_data:
+            checker = FileReader(self.fnames, tables=self._tables, storage=self._storage)
         stop = self.n if last is None else last
         for start, end in self.pieces():
             piece = range(max(start, first), min(end, stop))
@@ -249,7 +271,7 @@ class FileReader:
         """Let go of the files; a second call does nothing."""
         files, self._set = self._set, None
         for part in files.parts if files else ():
-            OPEN_FILES.forget(part.file)
+            part.close()
 
     def __len__(self) -> int:
         return self.n
@@ -281,7 +303,8 @@ class FileReader:
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.fnames, self.check_data, self._tables, self._engine_name)
+        options = (self.check_data, self._tables, self._engine_name, self._storage)
+        return _reopen, (self.fnames, *options)
 
     def __repr__(self) -> str:
         names = self.fnames[0] if len(self.fnames) == 1 else f"{len(self.fnames)} files"
@@ -347,14 +370,20 @@ class FileReader:
     ) -> Exception:
         """Say in the reader's terms which request of a batch failed."""
         index, offset = int(wanted[error.request]), int(offsets[error.request])
-        path = self._open_set().find(index)[0].path
+        part = self._open_set().find(index)[0]
+        path = part.path
         if isinstance(error, ShortReadError):
-            return self._cut_short(index, offset, os.stat(path).st_size)
+            local = isinstance(part.file, SourceFile)
+            return self._cut_short(
+                index, offset, os.stat(path).st_size if local else part.header.size
+            )
         return OSError(error.errno, f"record {index}, byte {offset}: {error.strerror}", path)
 
 
-def _reopen(fnames: list[str], check_data: bool, tables: Any, engine: str) -> FileReader:
-    return FileReader(fnames, check_data, tables=tables, engine=engine)
+def _reopen(
+    fnames: list[str], check_data: bool, tables: Any, engine: str, storage: StoreOptions
+) -> FileReader:
+    return FileReader(fnames, check_data, tables=tables, engine=engine, storage=storage)
 
 
 def _layout(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Protocol
 
+from ffrecord.parts import part_name
 from ffrecord.paths import PathLike
 from ffrecord.whole import whole_directory
 from ffrecord.writer import FileWriter
@@ -36,6 +37,7 @@ def dump(
     serialize: Callable[[Any], Any] = pickle.dumps,
     workers: int | None = None,
     start_method: str | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> None:
     """Write every item of a data set as a record.
 
@@ -48,6 +50,7 @@ def dump(
         serialize: Turns an item into bytes.
         workers: How many processes; one for each core, at most 16, by default.
         start_method: Of the worker processes ("fork", "spawn"); Python's default where None.
+        progress: Called with the number of items in a file when it is written.
 
     Raises:
         FileExistsError: `fname` exists.
@@ -61,6 +64,8 @@ def dump(
         raise FileExistsError(f"{target} exists: remove it, or give another name")
     if nfiles == 1:
         _write(dataset, serialize, str(target), 0, n)
+        if progress:
+            progress(n)
         return
     each = max(1, -(-n // nfiles))
     starts = list(range(0, max(n, 1), each))
@@ -76,21 +81,20 @@ def dump(
         ProcessPoolExecutor(count, context, _start_worker, (dataset, serialize)) as pool,
     ):
         tasks = {
-            pool.submit(_work_on, str(_part(work, k)), start, min(start + each, n)): k
+            pool.submit(_work_on, str(work / part_name(k)), start, min(start + each, n)): k
             for k, start in enumerate(starts)
         }
         try:
             for task in as_completed(tasks):
                 task.result()
+                number = tasks[task]
                 if verbose:
-                    print(_part(target, tasks[task]))
+                    print(target / part_name(number))
+                if progress:
+                    progress(min(each, n - starts[number]))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _part(directory: Path, number: int) -> Path:
-    return directory / f"PART_{number:05d}.ffr"
 
 
 def _start_worker(dataset: SizedDataset, serialize: Callable[[Any], Any]) -> None:

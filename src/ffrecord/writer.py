@@ -123,7 +123,7 @@ class FileWriter:
             raise ValueError(f"{self.path} was promised {self.n} records and has them all")
         if key is not None:
             self._check_key(key)
-        data = _flat(buffer)
+        data = flat(buffer)
         checksum = zlib.crc32(data)
         if len(data) >= _BUFFER:
             self._flush()
@@ -256,15 +256,24 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _flat(buffer: BufferLike) -> memoryview | bytes:
-    """Return a buffer's items in C order as one row of bytes, without a copy where possible."""
+def as_view(buffer: BufferLike) -> memoryview:
+    """Return a record's buffer as a memoryview.
+
+    Raises:
+        TypeError: It is none.
+    """
     try:
-        view = memoryview(cast("Buffer", buffer))
+        return memoryview(cast("Buffer", buffer))
     except (TypeError, ValueError, BufferError):
         raise TypeError(
             f"a record is anything with the buffer protocol (bytes, an array), "
             f"not {type(buffer).__name__}: encode it first"
         ) from None
+
+
+def flat(buffer: BufferLike) -> memoryview | bytes:
+    """Return a buffer's items in C order as one row of bytes, without a copy where possible."""
+    view = as_view(buffer)
     if view.format == "B" and view.ndim == 1 and view.c_contiguous:
         return view
     if np.asarray(view).dtype.hasobject:

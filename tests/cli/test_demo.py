@@ -21,7 +21,8 @@ from hfai.demo.state import RunState
 
 # Enough to fall to the loss of guessing by frequency, in a second or two.
 SMALL = ("--device", "cpu", "--steps", "60", "--batch-size", "16", "--length", "32", "--seed", "5")
-TINIEST = ("--device", "cpu", "--steps", "2", "--batch-size", "1", "--length", "8")
+# The length of SMALL: the text is packed once for both.
+TINIEST = ("--device", "cpu", "--steps", "2", "--batch-size", "1", "--length", "32")
 Done = subprocess.CompletedProcess[str]
 
 
@@ -163,6 +164,9 @@ def test_ctrl_c_leaves_all_there_is(stopped: Done, stopped_out: Path) -> None:
     assert 1 <= read["training"]["steps_done"] == len(read["training"]["losses"]) < 60
     assert read["interrupted"] is True
     assert read["comparison"] is None
+    place = RunState.load(stopped_out / "resume.pt").place  # in the middle of the first epoch
+    assert (place["epoch"], place["consumed"]) == (0, 16 * read["training"]["steps_done"])
+    assert place["consumed"] < place["n"]
 
 
 def test_a_run_stopped_twice_ends_with_the_same_bits_as_an_unbroken_one(

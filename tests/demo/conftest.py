@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from rich.console import Console
 
 from hfai.demo.batches import Batch, Batches, to_device
-from hfai.demo.corpus import ByteArray
+from hfai.demo.corpus import ByteArray, write_windows
 from hfai.demo.progress import Progress
 from hfai.demo.settings import Settings
 from hfai.demo.train import Trainer
@@ -45,13 +47,21 @@ def text() -> ByteArray:
 
 
 @pytest.fixture
-def batches(text: ByteArray) -> Batches:
-    return Batches(text, SETTINGS.batch_size, SETTINGS.length, SETTINGS.seed)
+def windows(text: ByteArray, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "windows.ffr"
+    write_windows(path, text, SETTINGS.length, "digest")
+    return path
 
 
 @pytest.fixture
-def on_device(batches: Batches, device: torch.device) -> list[Batch]:
-    return [to_device(batches[step], device) for step in range(3)]
+def batches(windows: Path) -> Batches:
+    return Batches(windows, SETTINGS.batch_size, SETTINGS.seed)
+
+
+@pytest.fixture
+def on_device(windows: Path, device: torch.device) -> list[Batch]:
+    batches = Batches(windows, SETTINGS.batch_size, SETTINGS.seed)
+    return [to_device(batch, device) for batch in islice(batches, 3)]
 
 
 @pytest.fixture

@@ -1,80 +1,113 @@
-"""Masked batches: a function of seed and step, with the published proportions."""
+"""Masked batches: each window once in an epoch, resumed exactly, with the published proportions."""
 
 from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from hfai.demo.batches import MASK_TOKEN, VOCABULARY_SIZE, Batches, to_device
-from hfai.demo.corpus import ByteArray
+from ffrecord import FileReader
+from hfai.demo.batches import MASK_TOKEN, VOCABULARY_SIZE, Batch, Batches, masked, to_device
+from hfai.demo.corpus import ByteArray, write_windows
 
 
-def test_a_batch_depends_on_seed_and_step_alone(text: ByteArray) -> None:
-    first = Batches(text, 4, 32, seed=7)
-    backwards = {step: first[step] for step in (5, 3, 1)}
-    again = Batches(text.copy(), 4, 32, seed=7)
-    for step in (1, 3, 5):
-        assert torch.equal(again[step].input_ids, backwards[step].input_ids)
-        assert torch.equal(again[step].labels, backwards[step].labels)
-    assert not torch.equal(first[1].input_ids, first[3].input_ids)
-    assert not torch.equal(first[1].input_ids, Batches(text, 4, 32, seed=8)[1].input_ids)
+def rows(text: ByteArray, count: int, length: int) -> ByteArray:
+    return text[: count * length].reshape(count, length)
 
 
-def test_unmasked_and_labels_together_are_windows_of_the_text(text: ByteArray) -> None:
-    batch = Batches(text, 16, 24, seed=0)[0]
-    original = torch.where(batch.labels == -100, batch.input_ids, batch.labels)
-    content = text.tobytes()
-    for row in original.tolist():
-        assert bytes(row) in content
+def original(batch: Batch) -> torch.Tensor:
+    return torch.where(batch.labels == -100, batch.input_ids, batch.labels)
+
+
+def same(first: Batch, second: Batch) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_equal_seeds_give_equal_batches_and_others_do_not(windows: Path) -> None:
+    first, again, other = (list(islice(Batches(windows, 4, seed), 3)) for seed in (7, 7, 8))
+    assert all(map(same, first, again))
+    assert not any(map(same, first, other))
+    assert not same(first[0], first[1])
+
+
+def test_an_epoch_reads_every_window_once_and_the_next_in_another_order(windows: Path) -> None:
+    with FileReader(windows) as reader:
+        whole = sorted(record.tobytes() for record in reader)
+    batches = Batches(windows, 100, seed=0)
+    steps = -(-len(whole) // 100)
+    epochs = []
+    stream = iter(batches)
+    for epoch in range(2):
+        found = torch.cat([original(batch) for batch in islice(stream, steps)])
+        assert batches.state_dict()["epoch"] == epoch
+        epochs.append([bytes(row) for row in found[: len(whole)].tolist()])
+    assert [sorted(epoch) for epoch in epochs] == [whole, whole]
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 8, 9, 17])
+def test_a_new_stream_goes_on_anywhere_in_an_epoch_bit_for_bit(windows: Path, taken: int) -> None:
+    with FileReader(windows) as reader:
+        size = -(-reader.n // 8)  # eight batches an epoch
+    unbroken = list(islice(Batches(windows, size, seed=1), 24))
+    stopped = Batches(windows, size, seed=1)
+    assert all(map(same, list(islice(stopped, taken)), unbroken))
+    resumed = Batches(windows, size, seed=1)
+    resumed.load_state_dict(stopped.state_dict())
+    assert all(map(same, islice(resumed, 24 - taken), unbroken[taken:]))
+
+
+@pytest.mark.parametrize("place", [{}, {"n": "x"}, None, {"version": 1, "n": 3, "consumed": 0}])
+def test_a_place_elsewhere_is_refused(batches: Batches, place: object) -> None:
+    with pytest.raises(ValueError, match=r"no place in an epoch|records"):
+        batches.load_state_dict(place)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("length", "predicted"), [(8, 1), (64, 10), (100, 15), (512, 77)])
 def test_every_window_has_the_same_number_of_predictions(
     text: ByteArray, length: int, predicted: int
 ) -> None:
-    labels = Batches(text, 8, length, seed=0)[0].labels
+    labels = masked(rows(text, 8, length), np.random.default_rng(0)).labels
     assert (labels != -100).sum(dim=1).tolist() == [predicted] * 8
 
 
 def test_proportions_of_mask_random_and_kept(text: ByteArray) -> None:
-    batch = Batches(text, 512, 200, seed=0)[0]
+    batch = masked(np.resize(text, (512, 200)), np.random.default_rng(0))
     predicted = batch.labels != -100
     inputs, labels = batch.input_ids[predicted], batch.labels[predicted]
-    masked = (inputs == MASK_TOKEN).float().mean().item()
-    kept = (inputs == labels).float().mean().item()
-    assert masked == pytest.approx(0.8, abs=0.02)
-    assert kept == pytest.approx(0.1 + 0.1 / 256, abs=0.02)
+    assert (inputs == MASK_TOKEN).float().mean().item() == pytest.approx(0.8, abs=0.02)
+    assert (inputs == labels).float().mean().item() == pytest.approx(0.1 + 0.1 / 256, abs=0.02)
     replaced = inputs[(inputs != MASK_TOKEN) & (inputs != labels)]
     assert len(replaced.unique()) > 200  # any byte, not only those of the text
 
 
 def test_positions_are_spread_evenly(text: ByteArray) -> None:
-    batches = Batches(text, 512, 20, seed=1)
-    counts = sum((batches[step].labels != -100).sum(dim=0) for step in range(10))
+    rng = np.random.default_rng(1)
+    windows = np.resize(text, (512, 20))
+    counts = sum((masked(windows, rng).labels != -100).sum(dim=0) for _ in range(10))
     assert isinstance(counts, torch.Tensor)
     np.testing.assert_allclose(counts.numpy() / 5120, 0.15, atol=0.025)
 
 
-def test_tokens_fit_the_vocabulary_and_the_tensor_cores(text: ByteArray) -> None:
-    batch = Batches(text, 64, 64, seed=0)[0]
+def test_tokens_fit_the_vocabulary_and_the_tensor_cores(batches: Batches) -> None:
+    batch = next(iter(batches))
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.min() >= 0
     assert batch.input_ids.max() < VOCABULARY_SIZE
     assert VOCABULARY_SIZE % 8 == 0
 
 
-def test_the_whole_text_can_be_one_window(text: ByteArray) -> None:
-    assert Batches(text, 2, len(text), seed=0)[0].input_ids.shape == (2, len(text))
+def test_one_window_fills_any_batch(text: ByteArray, tmp_path: Path) -> None:
+    write_windows(tmp_path / "one.ffr", text, len(text), "digest")
+    batch = next(iter(Batches(tmp_path / "one.ffr", 2, seed=0)))
+    assert torch.equal(original(batch), torch.from_numpy(np.stack([text, text])).long())
 
 
-def test_a_text_shorter_than_a_window_is_refused(text: ByteArray) -> None:
-    with pytest.raises(ValueError, match=r"a length of 64 bytes was asked for.*has 10"):
-        Batches(text[:10], 1, 64, seed=0)
-
-
-def test_a_copy_on_the_device_is_the_same(text: ByteArray, device: torch.device) -> None:
-    batch = Batches(text, 4, 16, seed=0)[0]
+def test_a_copy_on_the_device_is_the_same(batches: Batches, device: torch.device) -> None:
+    batch = next(iter(batches))
     copy = to_device(batch, device)
     assert copy.input_ids.device.type == device.type
     assert torch.equal(copy.input_ids.cpu(), batch.input_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,8 +94,7 @@ def test_a_failed_way_back_and_a_divergence_fail_the_run(outcome: Outcome) -> No
 def test_figures_are_strict_json_even_for_what_is_no_number(outcome: Outcome) -> None:
     outcome.losses.append(float("nan"))
     outcome.comparison = compared(2.0, float("inf"))
-    text = np.arange(100, dtype=np.uint8)
-    corpus = Corpus(text[:90], text[90:], "digest")
+    corpus = Corpus(Path("a.ffr"), Path("b.ffr"), 90, 10, np.zeros(256, np.int64), "digest")
     figures = collect_figures(outcome, corpus, torch.device("cpu"), "hfai demo")
     read = json.loads(to_json(figures))
     assert read["training"]["losses"] == [5.0, 4.0, None]

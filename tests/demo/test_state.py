@@ -22,6 +22,7 @@ def saved(trainer: Trainer, settings: Settings, on_device: list[Batch], tmp_path
         settings,
         "digest",
         losses,
+        {"consumed": 8},
         1.5,
         trainer.model.state_dict(),
         trainer.optimizer.state_dict(),
@@ -34,6 +35,7 @@ def test_what_is_saved_is_loaded(saved: Path, settings: Settings, trainer: Train
     state = RunState.load(saved)
     assert state.settings == settings
     assert (state.corpus_digest, len(state.losses), state.seconds) == ("digest", 2, 1.5)
+    assert state.place == {"consumed": 8}
     for name, tensor in trainer.model.state_dict().items():
         assert torch.equal(state.model[name], tensor.cpu())
 

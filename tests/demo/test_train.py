@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from hfai.demo.batches import Batch, Batches
 from hfai.demo.interrupt import StopRequest
 from hfai.demo.progress import Progress
 from hfai.demo.settings import Settings
-from hfai.demo.train import DivergenceError, Trainer, learning_rate, train
+from hfai.demo.train import Course, DivergenceError, Trainer, learning_rate, train
 
 
 def run(trainer: Trainer, batches: Batches, losses: list[float], progress: Progress) -> None:
-    train(trainer, batches, losses, StopRequest(), progress, lambda: None, save_every=1e9)
+    course = Course(losses, batches.state_dict())
+    train(trainer, batches, course, StopRequest(), progress, lambda: None, save_every=1e9)
 
 
 def test_the_rate_rises_over_a_tenth_of_the_steps_and_falls_after(settings: Settings) -> None:
@@ -47,21 +49,27 @@ def test_training_does_every_step_and_lowers_the_loss(
 
 @pytest.mark.parametrize("device", [torch.device("cpu")])
 def test_training_in_two_parts_is_training_in_one(
-    make_trainer: Callable[[], Trainer], settings: Settings, batches: Batches, progress: Progress
+    make_trainer: Callable[[], Trainer], windows: Path, settings: Settings, progress: Progress
 ) -> None:
+    def new_batches() -> Batches:
+        return Batches(windows, settings.batch_size, settings.seed)
+
     unbroken: list[float] = []
-    run(make_trainer(), batches, unbroken, progress)
+    run(make_trainer(), new_batches(), unbroken, progress)
     trainer = make_trainer()
-    parts: list[float] = []
+    course = Course([], new_batches().state_dict())
     stop = StopRequest()
 
     def stop_after_two() -> None:
-        stop.requested = len(parts) == 2
+        stop.requested = len(course.losses) == 2
 
-    train(trainer, batches, parts, stop, progress, stop_after_two, save_every=0.0)
-    assert len(parts) == 2
-    run(trainer, batches, parts, progress)
-    assert parts == unbroken
+    train(trainer, new_batches(), course, stop, progress, stop_after_two, save_every=0.0)
+    assert len(course.losses) == 2
+    assert course.place["consumed"] == 2 * settings.batch_size  # not what was read ahead
+    resumed = new_batches()
+    resumed.load_state_dict(course.place)
+    run(trainer, resumed, course.losses, progress)
+    assert course.losses == unbroken
 
 
 def test_a_finished_training_does_nothing(

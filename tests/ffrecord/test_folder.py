@@ -167,6 +167,12 @@ def test_names_that_differ_in_case_are_reported(tmp_path: Path) -> None:
         pack_folder(tmp_path / "out", tmp_path / "y.ffr")
 
 
+def test_names_that_differ_in_how_accents_are_written_are_reported(tmp_path: Path) -> None:
+    path = with_index(tmp_path / "x.ffr", OrderedDict({"\u00e9": 0, "e\u0301": 1}), 2)
+    with pytest.warns(NameWarning, match="accents' form"):
+        unpack(path, tmp_path / "out")
+
+
 def test_links_out_of_the_folder_and_circles_are_reported_together(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -188,3 +194,35 @@ def test_damage_while_unpacking_leaves_no_directory(packed: Path, tmp_path: Path
     with pytest.raises(RecordError, match="record 1"):
         unpack(packed, tmp_path / "out")
     assert sorted(found.name for found in tmp_path.iterdir()) == ["in", "p.ffr"]
+
+
+@pytest.mark.parametrize("workers", [1, 16])
+def test_many_files_come_through_any_number_of_threads(workers: int, tmp_path: Path) -> None:
+    contents = {f"{n % 13}/{n}.bin": bytes([n % 256]) * (n * 37 % 5000) for n in range(500)}
+    for name, data in contents.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(data)
+    seen: list[int] = []
+    pack_folder(tmp_path / "in", tmp_path / "p.ffr", workers=workers, progress=seen.append)
+    assert sum(seen) == 500
+    unpack(tmp_path / "p.ffr", tmp_path / "out", workers=workers, progress=seen.append)
+    assert sum(seen) == 1000
+    found = {
+        str(path.relative_to(tmp_path / "out")): path.read_bytes()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
+    assert found == contents
+
+
+def test_a_file_that_vanishes_while_packing_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(100):
+        (tmp_path / "in" / f"{number:03d}").write_text("x")
+
+    def remove(count: int) -> None:
+        (tmp_path / "in" / "099").unlink(missing_ok=True)
+
+    with pytest.raises(FileNotFoundError, match="099"):
+        pack_folder(tmp_path / "in", tmp_path / "p.ffr", progress=remove)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -33,7 +33,9 @@ class Squares:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_items_are_spread_over_parts_in_order(method: str, tmp_path: Path) -> None:
-    dump(Squares(), tmp_path / "set.ffr", 4, start_method=method, workers=2)
+    done: list[int] = []
+    dump(Squares(), tmp_path / "set.ffr", 4, start_method=method, workers=2, progress=done.append)
+    assert sorted(done) == [1, 3, 3, 3]
     names = sorted(path.name for path in (tmp_path / "set.ffr").iterdir())
     assert names == [f"PART_{k:05d}.ffr" for k in range(4)]
     reader = FileReader(tmp_path / "set.ffr")

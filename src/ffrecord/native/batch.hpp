@@ -47,6 +47,11 @@ struct Batch {
     if (checksums)
       checksums[request.index] = crc32(request.to, static_cast<size_t>(request.length));
   }
+
+  int64_t length(const Run &run) const {
+    return requests[run.last - 1].offset + requests[run.last - 1].length -
+           requests[run.first].offset;
+  }
 };
 
 constexpr size_t kMostBuffers = 64;           // in one call
@@ -107,14 +112,6 @@ inline Outcome read_run(Batch &batch, const Run &run, int flags) {
     }
   }
   return Outcome::done;
-}
-
-// Reads what lies in the page cache, and returns the other runs.
-inline std::vector<Run> read_cached(Batch &batch, const std::vector<Run> &runs) {
-  std::vector<Run> cold;
-  for (const Run &run : runs)
-    if (read_run(batch, run, RWF_NOWAIT) == Outcome::would_wait) cold.push_back(run);
-  return cold;
 }
 
 }  // namespace ffrecord

@@ -1,18 +1,13 @@
-// CRC-32 as zlib computes it (IEEE 802.3, reflected), several times faster.
+// CRC-32 as zlib computes it (IEEE 802.3, reflected), by the fastest way that this CPU has.
 //
-// On x86 with carry-less multiplication 64 bytes are folded at a time, after V. Gopal et al., "Fast
-// CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (Intel, 2009), whose
-// constants these are; elsewhere eight bytes at a time through tables.
+// x86-64: carry-less multiplication, 64 bytes a step, or 256 with AVX-512 (crc32_x86.hpp). Arm: its
+// CRC instructions (crc32_arm.hpp). Elsewhere, and for the last few bytes: tables, 8 bytes a step.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace ffrecord {
 
@@ -35,7 +30,7 @@ constexpr CrcTables make_crc_tables() {
 
 inline constexpr CrcTables kCrcTables = make_crc_tables();
 
-// `state` is the checksum with all bits flipped, here and below.
+// `state` is the checksum with all bits flipped, here and in the other ways.
 inline uint32_t crc_by_table(const uint8_t *data, size_t size, uint32_t state) {
   const auto &t = kCrcTables;
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
@@ -52,67 +47,44 @@ inline uint32_t crc_by_table(const uint8_t *data, size_t size, uint32_t state) {
   return state;
 }
 
+}  // namespace ffrecord
+
 #if defined(__x86_64__)
-inline bool has_carryless_multiplication() {
-  static const bool found = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-  return found;
-}
-
-// One step of a fold: `lane` moved forward by the distance that `by` stands for, plus `data`.
-__attribute__((target("pclmul,sse4.1"))) inline __m128i fold(__m128i lane, __m128i by,
-                                                             __m128i data) {
-  return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(lane, by, 0x00),
-                                     _mm_clmulepi64_si128(lane, by, 0x11)),
-                       data);
-}
-
-// `size` is a multiple of 16 and at least 64.
-__attribute__((target("pclmul,sse4.1"))) inline uint32_t crc_by_folding(const uint8_t *data,
-                                                                        size_t size,
-                                                                        uint32_t state) {
-  const __m128i by_512 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4);
-  const __m128i by_128 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
-  const __m128i by_64 = _mm_set_epi64x(0, 0x163cd6124);
-  const __m128i barrett = _mm_set_epi64x(0x1f7011641, 0x1db710641);
-  const __m128i low_words = _mm_set_epi32(0, -1, 0, -1);
-  auto load = [&](size_t at) {
-    return _mm_loadu_si128(reinterpret_cast<const __m128i *>(data + at));
-  };
-  __m128i a = _mm_xor_si128(load(0), _mm_cvtsi32_si128(static_cast<int>(state)));
-  __m128i b = load(16), c = load(32), d = load(48);
-  for (data += 64, size -= 64; size >= 64; data += 64, size -= 64) {
-    a = fold(a, by_512, load(0));
-    b = fold(b, by_512, load(16));
-    c = fold(c, by_512, load(32));
-    d = fold(d, by_512, load(48));
-  }
-  a = fold(fold(fold(a, by_128, b), by_128, c), by_128, d);
-  for (; size; data += 16, size -= 16) a = fold(a, by_128, load(0));
-  // 128 bits to 64, to 32, then Barrett's reduction.
-  a = _mm_xor_si128(_mm_srli_si128(a, 8), _mm_clmulepi64_si128(a, by_128, 0x10));
-  a = _mm_xor_si128(_mm_srli_si128(a, 4),
-                    _mm_clmulepi64_si128(_mm_and_si128(a, low_words), by_64, 0x00));
-  __m128i quotient = _mm_clmulepi64_si128(_mm_and_si128(a, low_words), barrett, 0x10);
-  quotient = _mm_clmulepi64_si128(_mm_and_si128(quotient, low_words), barrett, 0x00);
-  return static_cast<uint32_t>(_mm_extract_epi32(_mm_xor_si128(a, quotient), 1));
-}
-#else
-inline bool has_carryless_multiplication() { return false; }
+#include "crc32_x86.hpp"
+#elif defined(__aarch64__) && defined(__linux__)
+#include "crc32_arm.hpp"
 #endif
 
-inline uint32_t crc32(const uint8_t *data, size_t size, bool by_table = false) {
-  uint32_t state = ~0u;
+namespace ffrecord {
+
+struct CrcWay {
+  const char *name;
+  bool (*works)();
+  uint32_t (*update)(const uint8_t *data, size_t size, uint32_t state);
+};
+
+// The fastest first; the last one always works.
+inline constexpr CrcWay kCrcWays[] = {
 #if defined(__x86_64__)
-  if (size >= 64 && !by_table && has_carryless_multiplication()) {
-    const size_t folded = size & ~size_t{15};
-    state = crc_by_folding(data, folded, state);
-    data += folded;
-    size -= folded;
-  }
-#else
-  (void)by_table;
+    {"AVX-512 carry-less multiplication", has_wide_multiplication, crc_by_wide_folding},
+    {"carry-less multiplication", has_carryless_multiplication, crc_by_folding},
+#elif defined(__aarch64__) && defined(__linux__)
+    {"Arm CRC instructions", has_crc_instructions, crc_by_instructions},
 #endif
-  return ~crc_by_table(data, size, state);
+    {"tables", [] { return true; }, crc_by_table},
+};
+
+inline const CrcWay &best_crc_way() {
+  static const CrcWay &best = [&]() -> const CrcWay & {
+    size_t i = 0;
+    while (!kCrcWays[i].works()) ++i;
+    return kCrcWays[i];
+  }();
+  return best;
+}
+
+inline uint32_t crc32(const uint8_t *data, size_t size) {
+  return ~best_crc_way().update(data, size, ~0u);
 }
 
 }  // namespace ffrecord

@@ -1,10 +1,12 @@
-// Runs that must wait for the disk, each in a blocking call, several at once.
+// Work that several threads share, and runs that wait for the disk in blocking calls.
 //
-// Threads live for one batch: starting one costs less than one wait for the disk, none is left for
-// a fork to lose, and a batch that is all in the page cache starts none.
+// Threads work for one batch: starting one (about 20 µs) costs less than one wait for the disk, and
+// none is left for a fork to lose.
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
+#include <memory>
 #include <system_error>
 #include <thread>
 
@@ -14,19 +16,46 @@ namespace ffrecord {
 
 constexpr size_t kMostThreads = 16;
 
-inline void read_by_threads(Batch &batch, const std::vector<Run> &runs) {
-  std::atomic<size_t> next{0};
-  auto work = [&] {
-    for (size_t i; (i = next.fetch_add(1)) < runs.size();) read_run(batch, runs[i], 0);
+// Calls `work` in up to `count` threads, the calling one among them. `work` takes its share from a
+// counter and must not throw; what no other thread takes, the calling one does. A thread that a busy
+// machine has not let run by then is not waited for: it finds the door closed.
+template <class Work>
+inline void share(size_t count, Work &work) {
+  struct Door {
+    std::mutex lock;
+    std::condition_variable left;
+    size_t inside = 0;
+    bool closed = false;
   };
-  std::vector<std::thread> threads;
+  const auto door = std::make_shared<Door>();
+  const auto help = [door, &work] {
+    {
+      std::lock_guard<std::mutex> guard(door->lock);
+      if (door->closed) return;
+      ++door->inside;
+    }
+    work();
+    std::lock_guard<std::mutex> guard(door->lock);
+    --door->inside;
+    door->left.notify_one();
+  };
   try {
-    while (threads.size() + 1 < std::min(runs.size(), kMostThreads)) threads.emplace_back(work);
+    for (size_t started = 1; started < count; ++started) std::thread(help).detach();
   } catch (const std::system_error &) {
     // No more threads are allowed: those there are do it.
   }
   work();
-  for (std::thread &thread : threads) thread.join();
+  std::unique_lock<std::mutex> guard(door->lock);
+  door->closed = true;
+  door->left.wait(guard, [&] { return !door->inside; });
+}
+
+inline void read_by_threads(Batch &batch, const std::vector<Run> &runs) {
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t i; (i = next.fetch_add(1)) < runs.size();) read_run(batch, runs[i], 0);
+  };
+  share(std::min(runs.size(), kMostThreads), work);
 }
 
 }  // namespace ffrecord

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from ffrecord.errors import DamagedFileError
 from ffrecord.paths import PathLike
 from ffrecord.reader import FileReader, Record
+from ffrecord.store_options import StoreOptions
 from ffrecord.torch.registry import ReaderRegistry
 
 
@@ -33,13 +34,20 @@ class Dataset(ReaderRegistry, TorchDataset[Any]):
     Args:
         fnames: As for `ffrecord.FileReader`, which also says what is raised.
         check_data: Likewise.
+        storage: Likewise.
 
     Attributes:
         reader: The `FileReader`.
     """
 
-    def __init__(self, fnames: PathLike | Iterable[PathLike], check_data: bool = True) -> None:
-        self.reader = FileReader(fnames, check_data)
+    def __init__(
+        self,
+        fnames: PathLike | Iterable[PathLike],
+        check_data: bool = True,
+        *,
+        storage: StoreOptions | None = None,
+    ) -> None:
+        self.reader = FileReader(fnames, check_data, storage=storage)
 
     def process(self, indices: list[int], data: list[Record]) -> Sequence[Any]:
         """Turn a batch of records into samples, one for each; the records themselves by default.
@@ -68,8 +76,8 @@ class Dataset(ReaderRegistry, TorchDataset[Any]):
         """
         try:
             return self[indices]
-        except (DamagedFileError, SampleError):
-            raise
+        except (DamagedFileError, SampleError, TimeoutError):
+            raise  # it says what failed; to ask a store again would take as long again
         except Exception as failure:
             self._name_failure(indices, failure)
             raise

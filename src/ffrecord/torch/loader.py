@@ -117,6 +117,28 @@ class DataLoader(TorchDataLoader[Any]):
             raise ValueError(f"step is {step}: give 0 to {total - 1}, there are {total} batches")
         self._skipping.step = step
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the `GlobalBatchSampler`'s place behind the last batch handed out; else nothing.
+
+        Lightning calls this, and `load_state_dict`, where it saves and loads checkpoints.
+        """
+        if isinstance(self.batch_sampler, GlobalBatchSampler):
+            return self.batch_sampler.state_dict()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind a place, in the next iteration.
+
+        Raises:
+            ValueError: There is no `GlobalBatchSampler` to go on with, or it has other records.
+        """
+        if isinstance(self.batch_sampler, GlobalBatchSampler):
+            self.batch_sampler.load_state_dict(state)
+        elif state:
+            raise ValueError(
+                "the state is that of a GlobalBatchSampler: give this loader one as batch_sampler"
+            )
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = super().__iter__()
         if isinstance(self.batch_sampler, GlobalBatchSampler):

@@ -46,6 +46,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     Raises:
         ValueError: There are no records, or arguments contradict each other.
+        RuntimeError: On iterating, by all ranks alike: torch.distributed was initialised after the
+            sampler was made, so that every rank would read everything.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        grouped = distributed.is_available() and distributed.is_initialized()
+        grouped = _grouped()
+        self._by_default = rank is None and world_size is None
         if world_size is None:
             world_size = distributed.get_world_size() if grouped else 1
         if rank is None:
@@ -89,6 +92,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.consumed = 0
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._by_default and _grouped() and distributed.get_world_size() != self.world_size:
+            raise RuntimeError(
+                f"this sampler was made for {self.world_size} rank(s), before torch.distributed "
+                f"was initialised with {distributed.get_world_size()}: make it afterwards (with "
+                "Lightning in train_dataloader), or give rank and world_size"
+            )
+        return self._rest()
+
+    def _rest(self) -> Iterator[list[int]]:
         order = Permutation(self.n, self.seed, self.epoch) if self.shuffle else None
         for start in range(self.consumed, self.n, self.global_batch):
             stop = start + self.global_batch
@@ -103,6 +115,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return this rank's batches in a whole epoch; `remaining` counts what is left of one."""
         return self._batches(self.n)
+
+    @property
+    def sampler(self) -> GlobalBatchSampler:
+        """This sampler itself, by the name under which Lightning looks for `set_epoch`.
+
+        Lightning stops after `len` batches and not at an iteration's end, so a loader alone would
+        not learn that the epoch is over.
+        """
+        return self
 
     @property
     def remaining(self) -> int:
@@ -155,3 +176,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         whole, left = divmod(samples, self.global_batch)
         partial = {"pad": left > 0, "drop": False, "uneven": left > self.rank}[self.tail]
         return whole + partial
+
+
+def _grouped() -> bool:
+    return distributed.is_available() and distributed.is_initialized()

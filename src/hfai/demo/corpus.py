@@ -1,12 +1,13 @@
-"""The text: the sources of Python's own standard library, packed once into one file of bytes.
+"""The text: the sources of Python's own standard library, packed once into record files.
 
 Every machine that can run this has them, several megabytes of code and English that people wrote.
 Left out are what a distribution may or may not install (site-packages, tests) and what programs
 wrote (the tables under `encodings`, pydoc's topics, build settings), which would be different
 everywhere or too easy to guess.
 
-The pack lies in the user's cache directory. Its name holds Python's version and a fingerprint of
-the files it was made of; its last 32 bytes are the SHA-256 of the rest, checked on every reading.
+A record is a window of text. There are two files, of the windows to train on and of those held out,
+in the user's cache directory. Their names hold Python's version, a fingerprint of the sources and
+the length of a window; every record's checksum is compared on every loading.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import os
 import platform
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hfai.demo.atomic import replacing
+from ffrecord import DamagedFileError, FileReader, FileWriter
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -38,7 +40,7 @@ LEFT_OUT_DIRECTORIES = frozenset(
         "tests",
     }
 )
-DIGEST_BYTES = hashlib.sha256().digest_size
+FORMAT = "hfai-demo-text-1"
 HELD_OUT_SHARE = 0.05
 LEAST_BYTES = 1_000_000
 
@@ -48,50 +50,68 @@ class Corpus:
     """The packed text.
 
     Attributes:
-        training: the bytes to train on.
-        held_out: the bytes of the last files, which training never sees.
-        digest: SHA-256 of all of it, in hexadecimal.
+        training: the record file of the windows to train on.
+        held_out: that of the windows of the last sources, which training never sees.
+        training_bytes: in all records of `training`.
+        held_out_bytes: in all records of `held_out`.
+        counts: how often each byte occurs in `training`, shape (256,).
+        digest: SHA-256 of all of the text, in hexadecimal.
         note: one line for the user where the cache could not be used, else None.
+        temporary: what removes the files in that case.
     """
 
-    training: ByteArray
-    held_out: ByteArray
+    training: Path
+    held_out: Path
+    training_bytes: int
+    held_out_bytes: int
+    counts: npt.NDArray[np.int64]
     digest: str
     note: str | None = None
+    temporary: tempfile.TemporaryDirectory[str] | None = None
 
 
-def load_corpus(cache: Path | None = None, root: Path | None = None) -> Corpus:
-    """Return the packed corpus; pack it first if the cache does not hold it whole.
+def load_corpus(length: int, cache: Path | None = None, root: Path | None = None) -> Corpus:
+    """Return the text packed in windows; pack it first if the cache does not hold it whole.
 
-    Safe to call from several processes at once. Where the cache cannot be written the pack is used
-    from memory and `note` says so.
+    Safe to call from several processes at once. Where the cache cannot be written the files lie in
+    a temporary directory for as long as the corpus is used, and `note` says so.
 
     Args:
-        cache: the directory of the pack; `cache_directory()` by default.
+        length: bytes in a window; a rest of the text that fills none is left out.
+        cache: the directory of the files; `cache_directory()` by default.
         root: the directory of the sources; that of Python's standard library by default.
 
     Raises:
         ValueError: `root` holds too little Python source to train on.
+        OSError: neither the cache nor a temporary directory can be written.
     """
     cache = cache_directory() if cache is None else cache
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     files = _list_sources(root)
-    pack = cache / f"python-{platform.python_version()}-{_fingerprint(root, files)}.bytes"
-    payload = _read_pack(pack)
-    note = None
-    if payload is None:
-        payload = b"".join((root / file).read_bytes() for file in files)
-        if len(payload) < LEAST_BYTES:
-            raise ValueError(
-                f"{root} holds only {len(payload):,} bytes of Python source, and the demo needs "
-                f"{LEAST_BYTES:,}: run it with a Python whose standard library is installed as "
-                f"files"
-            )
-        try:
-            _write_pack(pack, payload)
-        except OSError as error:
-            note = f"the corpus stays in memory, its cache cannot be written: {error}"
-    return _split(payload, note)
+    name = f"python-{platform.python_version()}-{_fingerprint(root, files)}-{length}"
+    corpus = _open_pack(cache, name)
+    if corpus is not None:
+        return corpus
+    text = b"".join((root / file).read_bytes() for file in files)
+    if len(text) < LEAST_BYTES:
+        raise ValueError(
+            f"{root} holds only {len(text):,} bytes of Python source, and the demo needs "
+            f"{LEAST_BYTES:,}: run it with a Python whose standard library is installed as "
+            f"files"
+        )
+    note, temporary = None, None
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        _write_pack(cache, name, text, length)
+    except OSError as error:
+        temporary = tempfile.TemporaryDirectory(prefix="hfai-corpus-")
+        note = f"the text is packed in {temporary.name}, its cache cannot be written: {error}"
+        cache = Path(temporary.name)
+        _write_pack(cache, name, text, length)
+    corpus = _open_pack(cache, name, note, temporary)
+    if corpus is None:
+        raise OSError(f"the text that was just packed in {cache} cannot be read back whole")
+    return corpus
 
 
 def cache_directory() -> Path:
@@ -104,11 +124,22 @@ def cache_directory() -> Path:
     return base / "hfai" / "corpus"
 
 
-def unigram_entropy(corpus: ByteArray) -> float:
-    """Return the entropy of single bytes, in nats: the loss of guessing by frequency alone."""
-    counts = np.bincount(corpus, minlength=256)
+def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
+    """Return the entropy of single bytes, in nats: the loss of guessing by frequency alone.
+
+    Args:
+        counts: how often each byte occurs.
+    """
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def write_windows(path: Path, text: ByteArray, length: int, digest: str) -> None:
+    """Write a record file of the windows of `length` bytes in `text`, one after the other."""
+    metadata = {"format": FORMAT, "length": length, "sha256": digest}
+    rows = text[: len(text) // length * length].reshape(-1, length)
+    with FileWriter(path, len(rows), metadata=metadata) as writer:
+        writer.write(rows)
 
 
 def _list_sources(root: Path) -> list[Path]:
@@ -136,25 +167,47 @@ def _fingerprint(root: Path, files: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _read_pack(pack: Path) -> bytes | None:
-    """Return the payload of `pack`, or None where there is none or it is not whole."""
+def _paths(directory: Path, name: str) -> tuple[Path, Path]:
+    return directory / f"{name}-training.ffr", directory / f"{name}-held-out.ffr"
+
+
+def _open_pack(
+    directory: Path,
+    name: str,
+    note: str | None = None,
+    temporary: tempfile.TemporaryDirectory[str] | None = None,
+) -> Corpus | None:
+    """Check both files to the last byte; return None where they are not there or not whole."""
+    paths = _paths(directory, name)
+    counts, digests = [], []
     try:
-        content = pack.read_bytes()
-    except OSError:
+        for path in paths:
+            with FileReader(path) as reader:
+                metadata = reader.get_metadata(0) or {}
+                if metadata.get("format") != FORMAT:
+                    return None
+                digests.append(str(metadata.get("sha256")))
+                counts.append(_count_bytes(reader))
+    except (OSError, DamagedFileError):
         return None
-    payload, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
-    return payload if hashlib.sha256(payload).digest() == digest else None
+    if digests[0] != digests[1]:
+        return None
+    sizes = [int(count.sum()) for count in counts]
+    return Corpus(paths[0], paths[1], sizes[0], sizes[1], counts[0], digests[0], note, temporary)
 
 
-def _write_pack(pack: Path, payload: bytes) -> None:
-    pack.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(pack) as file:
-        file.write(payload)
-        file.write(hashlib.sha256(payload).digest())
+def _count_bytes(reader: FileReader) -> npt.NDArray[np.int64]:
+    counts = np.zeros(256, np.int64)
+    for first, last in reader.pieces():
+        piece = np.concatenate(reader.read(range(first, last), writable=False))
+        counts += np.bincount(piece, minlength=256)
+    return counts
 
 
-def _split(payload: bytes, note: str | None) -> Corpus:
-    content = np.frombuffer(payload, dtype=np.uint8)
+def _write_pack(directory: Path, name: str, text: bytes, length: int) -> None:
+    content = np.frombuffer(text, dtype=np.uint8)
     boundary = round(len(content) * (1 - HELD_OUT_SHARE))
-    digest = hashlib.sha256(payload).hexdigest()
-    return Corpus(content[:boundary], content[boundary:], digest, note)
+    digest = hashlib.sha256(text).hexdigest()
+    training, held_out = _paths(directory, name)
+    write_windows(training, content[:boundary], length, digest)
+    write_windows(held_out, content[boundary:], length, digest)

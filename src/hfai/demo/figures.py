@@ -34,8 +34,8 @@ def collect_figures(
         "settings": outcome.settings.as_dict(),
         "corpus": {
             "sha256": corpus.digest,
-            "training_bytes": len(corpus.training),
-            "held_out_bytes": len(corpus.held_out),
+            "training_bytes": corpus.training_bytes,
+            "held_out_bytes": corpus.held_out_bytes,
             "unigram_entropy_nats": outcome.unigram,
         },
         "interrupted": outcome.interrupted,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from hfai.demo.request import (
 )
 from hfai.demo.settings import Settings, choose_device, conflicts, fill_in
 from hfai.demo.state import RunState
-from hfai.demo.train import DivergenceError, Trainer, train
+from hfai.demo.train import Course, DivergenceError, Trainer, train
 
 # A crash or a power cut costs a long run no more than this.
 SAVE_EVERY_SECONDS = 300.0
@@ -57,11 +58,12 @@ def run(request: Request) -> int:
     console = Console(stderr=request.json, highlight=False)
     try:
         device = choose_device(request.device)
-        corpus = load_corpus()
+        saved = _load_saved(request) if request.resume else None
+        settings = fill_in(request.given, device) if saved is None else saved.settings
+        corpus = load_corpus(settings.length)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    saved = _load_saved(request, corpus) if request.resume else None
-    settings = fill_in(request.given, device) if saved is None else saved.settings
+    batches = _batches(request, settings, corpus, saved)
     request.out.mkdir(parents=True, exist_ok=True)
     resume_file = request.out / state.FILE_NAME
     print_opening(console, settings, device, corpus, resume_file, saved)
@@ -69,7 +71,7 @@ def run(request: Request) -> int:
     with StopRequest() as stop:
         try:
             with Progress(console) as progress:
-                job = Job(settings, device, corpus, saved, request.out, stop, progress)
+                job = Job(settings, device, corpus, batches, saved, request.out, stop, progress)
                 job.work()
         except torch.OutOfMemoryError as error:
             raise MemoryError(
@@ -91,8 +93,8 @@ def run(request: Request) -> int:
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_DONE
 
 
-def _load_saved(request: Request, corpus: Corpus) -> RunState:
-    """Read the run to go on with, and refuse what contradicts it."""
+def _load_saved(request: Request) -> RunState:
+    """Read the run to go on with, and refuse options that contradict it."""
     path = request.out / state.FILE_NAME
     try:
         saved = RunState.load(path)
@@ -101,8 +103,6 @@ def _load_saved(request: Request, corpus: Corpus) -> RunState:
             f"--resume was given, but {path} does not exist (a finished run leaves none): start "
             f"without --resume, or name the directory of a stopped run with --out"
         ) from None
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     different = conflicts(request.given, saved.settings)
     if different:
         name, given, held = different[0]
@@ -111,12 +111,33 @@ def _load_saved(request: Request, corpus: Corpus) -> RunState:
             f"{option} {given} was given, but the run in {path} has {held}: leave {option} out to "
             f"go on with that run, or start another one in another --out without --resume"
         )
+    return saved
+
+
+def _batches(
+    request: Request, settings: Settings, corpus: Corpus, saved: RunState | None
+) -> Batches:
+    """Return the batches of the run, at the place where a saved one stopped.
+
+    Raises:
+        UsageError: the saved run was trained on another text.
+    """
+    batches = Batches(corpus.training, settings.batch_size, settings.seed)
+    if saved is None:
+        return batches
+    path = request.out / state.FILE_NAME
     if saved.corpus_digest != corpus.digest:
         raise UsageError(
             f"the run in {path} was trained on other sources than this Python's standard library: "
             f"resume it with the Python that started it, or start anew without --resume"
         )
-    return saved
+    try:
+        batches.load_state_dict(saved.place)
+    except ValueError as error:
+        raise UsageError(
+            f"{path} cannot be resumed from ({error}): remove it and start without --resume"
+        ) from error
+    return batches
 
 
 class Job:
@@ -127,6 +148,7 @@ class Job:
         settings: Settings,
         device: torch.device,
         corpus: Corpus,
+        batches: Batches,
         saved: RunState | None,
         out: Path,
         stop: StopRequest,
@@ -141,13 +163,14 @@ class Job:
         if saved is not None:
             model.load_state_dict(saved.model)
             self.trainer.optimizer.load_state_dict(saved.optimizer)
-        self.batches = Batches(corpus.training, settings.batch_size, settings.length, settings.seed)
+        self.batches = batches
+        self.course = Course([] if saved is None else saved.losses, batches.state_dict())
         self.outcome = Outcome(
             settings=settings,
-            losses=[] if saved is None else saved.losses,
+            losses=self.course.losses,
             training_seconds=0.0 if saved is None else saved.seconds,
             resumed_from=0 if saved is None else len(saved.losses),
-            unigram=unigram_entropy(corpus.training),
+            unigram=unigram_entropy(corpus.counts),
             swap=swap,
         )
 
@@ -184,7 +207,7 @@ class Job:
             train(
                 self.trainer,
                 self.batches,
-                self.outcome.losses,
+                self.course,
                 self.stop,
                 self.progress,
                 save,
@@ -195,7 +218,8 @@ class Job:
             self.outcome.peak_memory = peak_memory(self.device)
 
     def _compare(self, held_out: list[Batch]) -> None:
-        timed = [to_device(self.batches[step], self.device) for step in range(COMPARE_BATCHES)]
+        first = Batches(self.corpus.training, self.settings.batch_size, self.settings.seed)
+        timed = [to_device(batch, self.device) for batch in islice(first, COMPARE_BATCHES)]
         seconds = COMPARE_SHARE * self.outcome.training_seconds
         seconds = min(max(seconds, COMPARE_LEAST_SECONDS), COMPARE_MOST_SECONDS)
         self.outcome.comparison = compare(
@@ -204,9 +228,9 @@ class Job:
 
     def _held_out_batches(self) -> list[Batch]:
         settings = self.settings
-        batches = Batches(self.corpus.held_out, settings.batch_size, settings.length, HELD_OUT_SEED)
+        batches = Batches(self.corpus.held_out, settings.batch_size, HELD_OUT_SEED)
         count = min(max(1, HELD_OUT_TOKENS // settings.tokens_per_step), HELD_OUT_MOST_BATCHES)
-        return [to_device(batches[index], self.device) for index in range(count)]
+        return [to_device(batch, self.device) for batch in islice(batches, count)]
 
     def _save(self) -> None:
         """Write the resume file."""
@@ -214,6 +238,7 @@ class Job:
             settings=self.settings,
             corpus_digest=self.corpus.digest,
             losses=self.outcome.losses,
+            place=self.course.place,
             seconds=self.outcome.training_seconds,
             model=self.trainer.model.state_dict(),
             optimizer=self.trainer.optimizer.state_dict(),

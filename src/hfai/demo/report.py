@@ -35,7 +35,7 @@ def print_opening(
     """Print what is about to be trained, on what, and whether that goes on with an earlier run."""
     machine = describe_machine(device)
     place = machine["gpu"] or f"{machine['cpu']}, {machine['torch_threads']} threads"
-    text_bytes = len(corpus.training) + len(corpus.held_out)
+    text_bytes = corpus.training_bytes + corpus.held_out_bytes
     print_line(
         console,
         f"bert_{settings.model}_MLM on {device.type} ({place}), {settings.precision}: "

@@ -20,7 +20,7 @@ from hfai.demo.atomic import replacing
 from hfai.demo.settings import Settings
 
 FILE_NAME = "resume.pt"
-FORMAT = "hfai-demo-resume-1"
+FORMAT = "hfai-demo-resume-2"
 
 
 @dataclass
@@ -31,6 +31,7 @@ class RunState:
         settings: as the run was started.
         corpus_digest: of the text it is trained on.
         losses: one for each step done.
+        place: of the batches, behind that of the last step.
         seconds: spent in those steps.
         model: state dict, with the names of the plain torch model.
         optimizer: state dict.
@@ -39,6 +40,7 @@ class RunState:
     settings: Settings
     corpus_digest: str
     losses: list[float]
+    place: dict[str, Any]
     seconds: float
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -50,6 +52,7 @@ class RunState:
             "settings": asdict(self.settings),
             "corpus_digest": self.corpus_digest,
             "losses": self.losses,
+            "place": self.place,
             "seconds": self.seconds,
             "model": self.model,
             "optimizer": self.optimizer,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,19 @@ LARGEST_GRADIENT_NORM = 1.0
 
 class DivergenceError(ArithmeticError):
     """The loss is no longer a finite number."""
+
+
+@dataclass
+class Course:
+    """How far a training has come: with weights and optimizer, all that going on needs.
+
+    Attributes:
+        losses: one for each step done.
+        place: of the batches, behind that of the last step.
+    """
+
+    losses: list[float]
+    place: dict[str, Any]
 
 
 class Trainer:
@@ -86,18 +101,18 @@ def learning_rate(settings: Settings, step: int) -> float:
 def train(
     trainer: Trainer,
     batches: Batches,
-    losses: list[float],
+    course: Course,
     stop: StopRequest,
     progress: Progress,
     save: Callable[[], None],
     save_every: float,
 ) -> None:
-    """Train from step `len(losses)` to the last one, or until a stop is requested.
+    """Train from where `course` is to the last step, or until a stop is requested.
 
     Args:
         trainer: does the steps.
-        batches: one for each step.
-        losses: the losses so far, one a step; each new one is appended.
+        batches: one for each step; at `course.place`.
+        course: the losses and the place after every step.
         stop: looked at after every step.
         progress: shown after every step.
         save: called every `save_every` seconds.
@@ -106,17 +121,20 @@ def train(
     Raises:
         DivergenceError: the loss of a step is not finite; that loss is the last in `losses`.
     """
-    settings = trainer.settings
+    settings, losses = trainer.settings, course.losses
     last_save = time.perf_counter()
     progress.begin("training", "step", settings.steps, len(losses), settings.tokens_per_step)
+    stream = iter(batches)
     if len(losses) < settings.steps:
-        batch = to_device(batches[len(losses)], trainer.device)
+        batch = to_device(next(stream), trainer.device)
     while len(losses) < settings.steps and not stop.requested:
         step = len(losses)
         loss = trainer.step(batch, learning_rate(settings, step))
+        place = batches.state_dict()
         if step + 1 < settings.steps:  # the next batch is made while a GPU works on this one
-            batch = to_device(batches[step + 1], trainer.device)
+            batch = to_device(next(stream), trainer.device)
         losses.append(float(loss))
+        course.place = place
         progress.advance(f"loss {losses[-1]:.3f}")
         if not math.isfinite(losses[-1]):
             raise DivergenceError(

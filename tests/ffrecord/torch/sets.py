@@ -67,4 +67,21 @@ def indices_of_a_rank(store: str, rank: int) -> list[list[int]]:
     try:
         return list(GlobalBatchSampler(N, 10, seed=3))
     finally:
+        distributed.barrier()  # the other one may still be connecting
         distributed.destroy_process_group()
+
+
+def complaint_of_a_rank(store: str, rank: int) -> str:
+    """Make a sampler before joining a group of two; return what iterating says afterwards."""
+    early = GlobalBatchSampler(N, 10)
+    told = GlobalBatchSampler(N, 10, rank=rank, world_size=2)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        assert len(list(told)) == 11
+        iter(early)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        distributed.barrier()  # the other one may still be connecting
+        distributed.destroy_process_group()
+    return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffrecord import RecordError
@@ -41,6 +41,7 @@ def test_an_index_alone_is_refused_in_words(parts: Path) -> None:
 
 
 @given(st.lists(st.integers(-2 * N - 3, 2 * N + 2), max_size=40))
+@settings(deadline=None)
 def test_a_concatenation_is_its_parts_in_a_row(parts: Path, indices: list[int]) -> None:
     whole = ConcatDataset([Numbers(parts), Letters(), OldStyle(parts)])
     model = [*range(N), *"abc", *range(N)]

@@ -168,3 +168,58 @@ def test_a_workers_error_names_record_and_file(parts: Path, damaged: Path) -> No
         # torch's error holds its own frame, and so the iterator: its workers would wait for the
         # garbage collector, which shuts their queues first, and then for a timeout of 5 s.
         traceback.clear_frames(caught.tb)
+
+
+@pytest.mark.parametrize(("method", "stay"), [("fork", True), ("fork", False), ("spawn", True)])
+def test_a_loop_that_is_left_goes_on_whatever_the_workers(
+    method: str, stay: bool, parts: Path
+) -> None:
+    """What workers have read ahead when a loop is left is read again, not lost."""
+    sampler = GlobalBatchSampler(N, 10, seed=3, tail="uneven")
+    loader = DataLoader(
+        Numbers(parts),
+        batch_sampler=sampler,
+        num_workers=1,
+        multiprocessing_context=method,
+        persistent_workers=stay,
+    )
+    taken = _lists(itertools.islice(loader, 4))
+    rest = _lists(loader)
+    whole = GlobalBatchSampler(N, 10, seed=3, tail="uneven")
+    assert taken + rest == list(whole)
+    whole.set_epoch(1)
+    assert _lists(loader) == list(whole)
+
+
+def test_a_state_goes_on_with_other_workers_ranks_and_batches(parts: Path) -> None:
+    sampler = GlobalBatchSampler(N, 10, seed=3, tail="uneven")
+    loader = DataLoader(Numbers(parts), batch_sampler=sampler, num_workers=2)
+    taken = [i for batch in _lists(itertools.islice(loader, 4)) for i in batch]
+    state = loader.state_dict()
+    rest = []
+    for rank in range(2):
+        other = GlobalBatchSampler(N, 14, tail="uneven", rank=rank, world_size=2)
+        resumed = DataLoader(Numbers(parts), batch_sampler=other, num_workers=rank)
+        resumed.load_state_dict(state)
+        rest += [i for batch in _lists(resumed) for i in batch]
+    assert sorted(taken + rest) == list(range(N))
+
+
+@pytest.mark.parametrize(
+    ("tail", "sizes"), [("pad", [40] * 3), ("drop", [40] * 2), ("uneven", [40, 40, 21])]
+)
+def test_the_last_batch_is_what_the_tail_policy_says(
+    tail: str, sizes: list[int], parts: Path
+) -> None:
+    sampler = GlobalBatchSampler(N, 40, tail=tail)  # type: ignore[arg-type]
+    loader = DataLoader(Numbers(parts), batch_sampler=sampler)
+    assert len(loader) == len(sizes)
+    assert [len(batch) for batch in loader] == sizes
+
+
+def test_a_loader_without_a_place_has_no_state(parts: Path) -> None:
+    loader = DataLoader(Numbers(parts), 10)
+    assert loader.state_dict() == {}
+    loader.load_state_dict({})
+    with pytest.raises(ValueError, match="give this loader one as batch_sampler"):
+        loader.load_state_dict(GlobalBatchSampler(N, 10).state_dict())

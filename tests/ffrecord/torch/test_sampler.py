@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffrecord.torch import GlobalBatchSampler
-from tests.ffrecord.torch.sets import N, indices_of_a_rank
+from tests.ffrecord.torch.sets import N, complaint_of_a_rank, indices_of_a_rank
 
 
 def _ranks(n: int, batch: int, world: int, **options: Any) -> list[GlobalBatchSampler]:
@@ -78,7 +78,12 @@ def test_processes_of_a_group_share_the_batches_without_being_told(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         found = pool.starmap(indices_of_a_rank, [(str(tmp_path / "store"), r) for r in (0, 1)])
+        complaints = pool.starmap(
+            complaint_of_a_rank, [(str(tmp_path / "other"), rank) for rank in (0, 1)]
+        )
     assert found == [list(sampler) for sampler in _ranks(N, 10, 2, seed=3)]
+    for complaint in complaints:  # every rank would have read everything
+        assert "made for 1 rank(s), before torch.distributed was initialised with 2" in complaint
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped() -> None:
