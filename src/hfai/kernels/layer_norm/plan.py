@@ -117,7 +117,7 @@ def forward_plan(
         exchanged = 3 * 4 * per_lane * lanes  # bytes: one sum a vector, then two
         if lanes <= 64:
             groups = min(per_lane, 4 if lanes <= 32 else 2)
-        elif per_lane >= 8:
+        elif lanes == 128 and per_lane >= 8:
             groups = 2
         if exchanged > MOST_BYTES_EXCHANGED:
             groups = 1
