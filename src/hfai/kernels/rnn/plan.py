@@ -36,6 +36,11 @@ class Cell(enum.IntEnum):
         """Values for each hidden unit and step in the gates' buffer; at least `gates`."""
         return (4, 4, 1, 1)[self]
 
+    @property
+    def has_c(self) -> bool:
+        """Whether there is a cell state beside h."""
+        return self is Cell.LSTM
+
 
 class Precision(enum.IntEnum):
     """How products are made; the values are those of fragments.cuh."""

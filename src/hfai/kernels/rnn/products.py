@@ -1,0 +1,118 @@
+"""Matrix products around the recurrence, in the precision that torch's switch for recurrence asks.
+
+`torch.mm` follows the switch for matrix products, not the one for recurrence, and a switch is the
+whole process's: it must not be turned for a moment, since other threads compute too. cuBLAS itself
+takes the precision with each call, so fp32 products go to it directly, with torch's own handle,
+stream and workspace. Where the library can't be called, `torch.mm` has the product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+# Of cublas_api.h and library_types.h.
+_NO_TRANSPOSE, _TRANSPOSE = 0, 1
+_CUDA_R_32F = 0
+_COMPUTE_32F_PEDANTIC, _COMPUTE_32F_FAST_TF32 = 69, 77
+_DEFAULT_ALGORITHM = -1
+
+# Rows that do not start on 16 bytes make cuBLAS load element by element; a copy is worth it where
+# the product does many operations on each element.
+_ALIGNMENT_BYTES = 16
+_WORTH_ALIGNING = 1 << 18  # elements
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
+    """Compute a [m, k] times b [k, n] into out [m, n].
+
+    Args:
+        a: a matrix, one of whose dimensions is contiguous.
+        b: likewise.
+        out: a matrix whose rows are contiguous; it may be part of a wider one.
+        tf32: whether fp32 operands may be rounded to TF32.
+    """
+    if out.dtype is torch.float32 and out.is_cuda and 0 not in (*a.shape, *b.shape):
+        gemm = _gemm_ex()
+        # Without TF32 torch.mm is right unless the switch for matrix products is on.
+        if gemm is not None and (tf32 or torch.backends.cuda.matmul.allow_tf32):
+            _call(gemm, a, b, out, _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F_PEDANTIC)
+            return
+    torch.mm(a, b, out=out)
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """Return a matrix with the same values whose rows start on 16 bytes, if that is worth it."""
+    step = _ALIGNMENT_BYTES // matrix.element_size()
+    rows, columns = matrix.shape
+    if matrix.stride(1) != 1 or matrix.numel() < _WORTH_ALIGNING or not matrix.is_cuda:
+        return matrix
+    if matrix.stride(0) % step == 0 and matrix.data_ptr() % _ALIGNMENT_BYTES == 0:
+        return matrix
+    room = new_aligned(matrix, rows, columns)
+    room.copy_(matrix)
+    return room
+
+
+def new_aligned(like: Tensor, rows: int, columns: int) -> Tensor:
+    """Return room for a matrix whose rows start on 16 bytes."""
+    step = _ALIGNMENT_BYTES // like.element_size()
+    return like.new_empty(rows, -(-columns // step) * step)[:, :columns]
+
+
+def _call(gemm: ctypes._NamedFuncPointer, a: Tensor, b: Tensor, out: Tensor, compute: int) -> None:
+    """Call cublasGemmEx. It counts by columns, and so computes out^T = b^T a^T."""
+    (m, k), n = a.shape, b.shape[1]
+    b_operation, b_leading = _as_columns(b)
+    a_operation, a_leading = _as_columns(a)
+    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    code = gemm(
+        torch.cuda.current_blas_handle(),
+        b_operation,
+        a_operation,
+        n,
+        m,
+        k,
+        ctypes.byref(one),
+        b.data_ptr(),
+        _CUDA_R_32F,
+        b_leading,
+        a.data_ptr(),
+        _CUDA_R_32F,
+        a_leading,
+        ctypes.byref(zero),
+        out.data_ptr(),
+        _CUDA_R_32F,
+        out.stride(0),
+        compute,
+        _DEFAULT_ALGORITHM,
+    )
+    if code:
+        raise RuntimeError(f"cublasGemmEx failed with status {code} for [{m}, {k}] x [{k}, {n}]")
+
+
+def _as_columns(matrix: Tensor) -> tuple[int, int]:
+    """Return cuBLAS's operation and leading dimension for the transpose of a matrix."""
+    if matrix.stride(1) == 1:
+        return _NO_TRANSPOSE, max(matrix.stride(0), matrix.shape[1])
+    return _TRANSPOSE, max(matrix.stride(1), matrix.shape[0])
+
+
+@functools.cache
+def _gemm_ex() -> ctypes._NamedFuncPointer | None:
+    """Return cublasGemmEx of the library that torch has loaded, or None."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
+        gemm = library.cublasGemmEx
+    except (OSError, AttributeError):
+        return None
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    gemm.restype = integer
+    gemm.argtypes = [pointer, *[integer] * 5, pointer, *[pointer, integer, integer] * 2]
+    gemm.argtypes = [*gemm.argtypes, pointer, pointer, integer, integer, integer, integer]
+    return gemm
