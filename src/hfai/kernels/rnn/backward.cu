@@ -224,23 +224,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int tile = 0; tile < TILES; ++tile) {
       const int column = lane / 4;
-      u32 word[CHUNKS][4];
+      RightOperand right[CHUNKS];
 #pragma unroll
       for (int k = 0; k < CHUNKS; ++k) {
         const uint4 read = *reinterpret_cast<const uint4*>(
             &shared.dgates[tile * COLUMNS + column % COLUMNS][k * 16 + lane % 4 * 4]);
         const bool wanted = PRECISION == SPLIT || column < COLUMNS;
-        word[k][0] = wanted ? read.x : 0;
-        word[k][1] = wanted ? read.y : 0;
-        word[k][2] = wanted ? read.z : 0;
-        word[k][3] = wanted ? read.w : 0;
-        right_operand(word[k]);
+        const u32 word[4] = {wanted ? read.x : 0, wanted ? read.y : 0, wanted ? read.z : 0,
+                             wanted ? read.w : 0};
+        right[k] = RightOperand(word);
       }
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int k = 0; k < CHUNKS; ++k) fragment[m].multiply(sum, k, word[k]);
+        for (int k = 0; k < CHUNKS; ++k) fragment[m].multiply(sum, k, right[k]);
         if constexpr (PRECISION == SPLIT)
 #pragma unroll
           for (int i = 0; i < 4; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);

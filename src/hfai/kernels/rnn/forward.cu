@@ -150,10 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           while (any_absent(word[k]) && patience.again())
             load_shared_by_device(word[k], source + (start + k) * CHUNK);
           __syncwarp();
-          right_operand(word[k]);
+          const RightOperand right(word[k]);
 #pragma unroll
           for (int m = 0; m < M_TILES; ++m)
-            fragment[m].multiply(sum[m][k & 1], start + k, word[k]);
+            fragment[m].multiply(sum[m][k & 1], start + k, right);
         }
       }
       patience.rest();

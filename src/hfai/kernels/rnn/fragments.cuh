@@ -6,9 +6,10 @@
 //
 // PRECISION says how fp32 is multiplied:
 //   TF32  both operands rounded to TF32, one product.
-//   SPLIT fp32's accuracy on tensor cores: the left operand is kept as TF32 plus the rest in bf16,
-//         the right one as TF32 in columns 0..3 and the rest in columns 4..7, so that four columns
-//         of results are what a tile has; `column_sum` adds the two halves.
+//   SPLIT fp32's accuracy on tensor cores: the left operand is kept as TF32 and the rest (as TF32
+//         too if WIDE_REST, else in bf16, which takes half the registers and leaves an error of
+//         some 1.5e-7 in each weight), the right one as its high part in columns 0..3 and the rest
+//         in columns 4..7. A tile thus has four columns of results, each the sum of two.
 //   HALF  T is a half-precision type, products are exact, sums are fp32.
 
 constexpr int TF32 = 0, SPLIT = 1, HALF = 2;
@@ -28,11 +29,43 @@ __device__ __forceinline__ u32 side_by_side<float>(float, float) {
   return 0;
 }
 
+// One chunk of the right operand, a lane's share: its own words and, for a rest in bf16, pairs.
+struct RightOperand {
+  u32 word[4];
+  u32 pair[2];
+
+  RightOperand() = default;
+  // Takes the chunk's values as they were exchanged.
+  __device__ __forceinline__ explicit RightOperand(const u32 (&value)[4]) {
+    const bool upper = threadIdx.x % 32 >= 16;  // columns 4..7
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      word[i] = value[i];
+      if constexpr (PRECISION == SPLIT) {
+        const float whole = __uint_as_float(value[i]);
+        word[i] = round_to_tf32(whole);
+        if (upper) word[i] = round_to_tf32(whole - __uint_as_float(word[i]));
+      }
+    }
+    if constexpr (PRECISION == SPLIT && !WIDE_REST) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float first = __uint_as_float(value[2 * i]), second = __uint_as_float(value[2 * i + 1]);
+        pair[i] = pack_pair<BFloat16>(first, second);
+        if (upper)
+          pair[i] = pack_pair<BFloat16>(first - __uint_as_float(pair[i] << 16),
+                                        second - __uint_as_float(pair[i] & 0xffff0000u));
+      }
+    }
+  }
+};
+
 // 16 rows by CHUNKS chunks of the left operand.
 template <int CHUNKS>
 struct Fragment {
+  static constexpr int REST = PRECISION != SPLIT ? 1 : WIDE_REST ? 8 : 4;
   u32 high[CHUNKS][8];
-  u32 low[PRECISION == SPLIT ? CHUNKS : 1][4];
+  u32 low[PRECISION == SPLIT ? CHUNKS : 1][REST];
 
   // `element(row, k)` returns the matrix's values as T, zero outside of it; rows count from this
   // tile's first, k from the first chunk's.
@@ -49,31 +82,35 @@ struct Fragment {
           high[c][i] = side_by_side(element(r, k), element(r, k + 1));
         } else {
           high[c][i] = round_to_tf32(to_float(element(r, k)));
+          if constexpr (PRECISION == SPLIT && WIDE_REST)
+            low[c][i] = round_to_tf32(rest(to_float(element(r, k))));
         }
       }
-      if constexpr (PRECISION == SPLIT) {
+      if constexpr (PRECISION == SPLIT && !WIDE_REST) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // words 0 and 1, then 2 and 3
-          const int r = row + 8 * (i % 2), word = i / 2 * 2;
-          const int k = c * CHUNK + quad * VECTOR + word;
-          low[c][i] = pack_pair<BFloat16>(rest(element(r, k)), rest(element(r, k + 1)));
+          const int r = row + 8 * (i % 2), k = c * CHUNK + quad * VECTOR + i / 2 * 2;
+          low[c][i] =
+              pack_pair<BFloat16>(rest(to_float(element(r, k))), rest(to_float(element(r, k + 1))));
         }
       }
     }
   }
 
-  // Adds this tile's product with one chunk of the right operand, as `right_operand` made it.
-  __device__ __forceinline__ void multiply(float (&sum)[4], int c, const u32 (&word)[4]) const {
+  // Adds this tile's product with chunk `c` of the right operand.
+  __device__ __forceinline__ void multiply(float (&sum)[4], int c, const RightOperand& right) const {
     if constexpr (PRECISION == HALF) {
-      multiply_half<T>(sum, high[c], word[0], word[1]);
-      multiply_half<T>(sum, high[c] + 4, word[2], word[3]);
+      multiply_half<T>(sum, high[c], right.word[0], right.word[1]);
+      multiply_half<T>(sum, high[c] + 4, right.word[2], right.word[3]);
     } else {
-      multiply_tf32(sum, high[c], word[0], word[1]);
-      multiply_tf32(sum, high[c] + 4, word[2], word[3]);
-      if constexpr (PRECISION == SPLIT)
-        multiply_half<BFloat16>(
-            sum, low[c], pack_pair<BFloat16>(__uint_as_float(word[0]), __uint_as_float(word[1])),
-            pack_pair<BFloat16>(__uint_as_float(word[2]), __uint_as_float(word[3])));
+      if constexpr (PRECISION == SPLIT && WIDE_REST) {  // small numbers first
+        multiply_tf32(sum, low[c], right.word[0], right.word[1]);
+        multiply_tf32(sum, low[c] + 4, right.word[2], right.word[3]);
+      } else if constexpr (PRECISION == SPLIT) {
+        multiply_half<BFloat16>(sum, low[c], right.pair[0], right.pair[1]);
+      }
+      multiply_tf32(sum, high[c], right.word[0], right.word[1]);
+      multiply_tf32(sum, high[c] + 4, right.word[2], right.word[3]);
     }
   }
 
@@ -82,19 +119,6 @@ struct Fragment {
     return value - __uint_as_float(round_to_tf32(value));
   }
 };
-
-// Turns four words of the exchanged values into the right operand, in place.
-__device__ __forceinline__ void right_operand(u32 (&word)[4]) {
-  if constexpr (PRECISION == SPLIT) {
-    const bool upper = threadIdx.x % 32 >= 16;  // columns 4..7
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 high = round_to_tf32(__uint_as_float(word[i]));
-      const float rest = __uint_as_float(word[i]) - __uint_as_float(high);
-      word[i] = upper ? round_to_tf32(rest) : high;
-    }
-  }
-}
 
 // What is exchanged in TF32 mode is rounded once by whoever made it.
 __device__ __forceinline__ float as_exchanged(float value) {

@@ -67,6 +67,8 @@ class Plan:
     """Tiles that a group of blocks takes."""
     forward_warps: int
     backward_warps: int
+    wide_rest: bool = False
+    """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
 
     @property
     def blocks(self) -> int:
@@ -158,6 +160,7 @@ class Plan:
             "BLOCKS": self.blocks,
             "COLUMNS": self.columns,
             "TILES": self.tiles,
+            "WIDE_REST": self.wide_rest,
             "WARPS": self.forward_warps if forward else self.backward_warps,
             "GATE_PITCH": self.gate_pitch,
         }
@@ -173,4 +176,6 @@ class Plan:
     @property
     def _fragment_registers(self) -> int:
         """Registers that 16 rows of one chunk take."""
-        return 12 if self.precision == Precision.SPLIT else 8
+        if self.precision == Precision.SPLIT:
+            return 16 if self.wide_rest else 12
+        return 8
