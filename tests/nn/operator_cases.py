@@ -223,6 +223,17 @@ def rms_norm_reference(module: nn.RMSNorm, x: Tensor) -> Tensor:
     return y if module.weight is None else y * module.weight
 
 
+# On CUDA fp32 recurrences run in TF32 unless a switch says otherwise, and errors add up over steps.
+RECURRENT_TOLERANCES: Mapping[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-9, 1e-9),
+    torch.float32: (3e-3, 3e-3) if torch.cuda.is_available() else (2e-5, 2e-5),
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (8e-2, 8e-2),
+}
+UNSUPPORTED_BY_RECURRENT: frozenset[Feature] = frozenset(
+    {"forward mode", "vmap", "export", "fullgraph"}
+)
+
 CASES = [
     OperatorCase(
         name="LayerNorm",
@@ -252,5 +263,38 @@ CASES = [
         draw=_normal(4, 6, 33),
         function=F.rms_norm,
         reference=rms_norm_reference,
+    ),
+    OperatorCase(
+        name="LSTM",
+        torch_class=nn.LSTM,
+        hfai_class=hfai.nn.LSTM,
+        arguments=(10, 12),
+        keywords={"batch_first": True},
+        draw=_normal(4, 6, 10),
+        function=torch.lstm,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_RECURRENT,
+    ),
+    OperatorCase(
+        name="GRU-two-layers-both-directions",
+        torch_class=nn.GRU,
+        hfai_class=hfai.nn.GRU,
+        arguments=(5, 9),
+        keywords={"batch_first": True, "num_layers": 2, "bidirectional": True},
+        draw=_normal(4, 3, 5),
+        function=torch.gru,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_RECURRENT,
+    ),
+    OperatorCase(
+        name="RNN-no-bias",
+        torch_class=nn.RNN,
+        hfai_class=hfai.nn.RNN,
+        arguments=(7, 8),
+        keywords={"batch_first": True, "bias": False},
+        draw=_normal(4, 5, 7),
+        function=torch.rnn_tanh,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_RECURRENT,
     ),
 ]

@@ -42,6 +42,10 @@ class LSTM(nn.LSTM):
         # torch's class by name: a forward that was kept aside may outlive the conversion back.
         return nn.LSTM.forward(self, input, hx)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return _as_torch(self, nn.LSTM)
+
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
         return _explain(self)
@@ -57,6 +61,10 @@ class GRU(nn.GRU):
             if outputs is not None:
                 return outputs
         return nn.GRU.forward(self, input, hx)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return _as_torch(self, nn.GRU)
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -74,6 +82,10 @@ class RNN(nn.RNN):
                 return outputs
         return nn.RNN.forward(self, input, hx)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return _as_torch(self, nn.RNN)
+
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
         return _explain(self)
@@ -84,7 +96,7 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
     packed = type(input) is PackedSequence
     data = input.data if packed else input
     if type(data) not in PLAIN_TYPES or not call.is_on_gpu(data):
-        return None
+        return _as_leaf(module, input, hx) if isinstance(input, torch.fx.Proxy) else None
     if why_watched() is not None or module.proj_size:
         return None
     if data.dim() not in ((2,) if packed else (2, 3)) or data.numel() == 0:
@@ -233,6 +245,20 @@ def _autocast_dtype(data: Tensor) -> torch.dtype | None:
     if not torch.is_autocast_enabled("cuda") or not data.is_floating_point():
         return None
     return None if data.dtype == torch.float64 else torch.get_autocast_dtype("cuda")
+
+
+def _as_leaf(module: nn.RNNBase, input: torch.fx.Proxy, hx: Hidden) -> Any:
+    """Record the layer as one node of torch.fx's graph, as it does with torch's own layers."""
+    tracer = input.tracer
+    path = tracer.path_of_module(module)  # type: ignore[attr-defined]
+    return tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
+
+
+def _as_torch(module: nn.RNNBase, torch_class: type[nn.RNNBase]) -> nn.RNNBase:
+    """Return torch's layer around the same parameters, hooks and options."""
+    plain = torch_class.__new__(torch_class)
+    plain.__dict__ = module.__dict__.copy()
+    return plain
 
 
 def _explain(module: nn.RNNBase) -> Path:
