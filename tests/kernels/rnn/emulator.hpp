@@ -6,6 +6,7 @@
 // the same every time. It stands in for common.cuh and machine.cuh: the same names, in plain C++.
 // Whoever waits forever is found: when every fiber has only waited for a long time, `run` returns 1.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <vector>
 
 typedef unsigned short u16;
@@ -50,8 +52,9 @@ struct Block {
   std::vector<float> shared;
 };
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
+  ucontext_t context;  // for the first entry; then jumps, which save no signal mask and cost little
+  jmp_buf place;
+  bool started = false;
   Index thread, block;
   Block* home;
   Warp* warp;
@@ -60,13 +63,18 @@ struct Fiber {
 
 static std::vector<Fiber> fibers;
 static std::vector<Block> blocks;
+static std::vector<std::unique_ptr<char[]>> stacks;  // kept from run to run, and not filled
+constexpr size_t STACK_BYTES = 64 * 1024;
 static ucontext_t scheduler;
+static jmp_buf scheduler_place;
 static Fiber* current;
 static Index grid;
 static std::function<void()> body;
 static bool moved;  // whether any fiber got further in this round
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() {
+  if (!_setjmp(current->place)) _longjmp(scheduler_place, 1);
+}
 
 inline int wait(Barrier& barrier, int value = 0) {
   const int generation = barrier.generation;
@@ -93,7 +101,7 @@ inline void trampoline() {
   // Threads that have returned no longer count in barriers, as on the GPU.
   --current->home->barrier.members;
   --current->warp->barrier.members;
-  swapcontext(&current->context, &scheduler);
+  _longjmp(scheduler_place, 1);
 }
 
 inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::function<void()> kernel) {
@@ -113,10 +121,11 @@ inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::functi
       fiber.block.x = b;
       fiber.home = &block;
       fiber.warp = &block.warps[t / 32];
-      fiber.stack.resize(128 * 1024);
+      const size_t index = static_cast<size_t>(b) * threads + t;
+      if (index == stacks.size()) stacks.emplace_back(new char[STACK_BYTES]);
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data();
-      fiber.context.uc_stack.ss_size = fiber.stack.size();
+      fiber.context.uc_stack.ss_sp = stacks[index].get();
+      fiber.context.uc_stack.ss_size = STACK_BYTES;
       fiber.context.uc_link = &scheduler;
       makecontext(&fiber.context, trampoline, 0);
     }
@@ -124,10 +133,16 @@ inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::functi
   for (int idle = 0; idle < 10000;) {
     moved = false;
     bool left = false;
-    for (Fiber& fiber : fibers) {
+    for (size_t index = 0; index < fibers.size(); ++index) {
+      static Fiber* next;  // not in a register: it outlives the jumps
+      next = &fibers[index];
+      Fiber& fiber = *next;
       if (fiber.done) continue;
       left = true;
       current = &fiber;
+      if (_setjmp(scheduler_place)) continue;
+      if (fiber.started) _longjmp(fiber.place, 1);
+      fiber.started = true;
       swapcontext(&scheduler, &fiber.context);
     }
     if (!left) return 0;
@@ -179,6 +194,9 @@ inline float __shfl_xor_sync(u32, float value, int mask) {
 inline float __shfl_down_sync(u32, float value, int distance) {
   const int lane = threadIdx.x % 32 + distance;
   return shuffle_from(value, lane < 32 ? lane : threadIdx.x % 32);
+}
+inline bool __any_sync(u32, bool value) {
+  return emulator::wait(emulator::current->warp->barrier, value) != 0;
 }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline float __expf(float x) { return std::exp(x); }

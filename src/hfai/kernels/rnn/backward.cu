@@ -27,7 +27,7 @@ constexpr int ITEMS = ceil_div(CELLS, THREADS);
 constexpr int VECTORS = CELLS / 4;
 constexpr int SENDERS = THREADS / VECTORS;
 constexpr int PARTS = ceil_div(BLOCKS, SENDERS);  // a thread's
-constexpr int AT_ONCE = smaller(PARTS, 4);
+constexpr int AT_ONCE = smaller(PARTS, 8);
 constexpr int SUMMED = 32 / smaller(32, VECTORS);  // senders whose vectors one warp adds up
 constexpr int PARTIALS = SENDERS / SUMMED;
 static_assert(THREADS % VECTORS == 0 && CELLS % 4 == 0, "a message is a whole number of vectors");
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int here = blockIdx.x / BLOCKS, groups = gridDim.x / BLOCKS;
   const int group = static_cast<int>(first_group) + here;
   const int direction = group % DIRECTIONS;
-  const i64 first_sequence = static_cast<i64>(group / DIRECTIONS) * SEQUENCES;
+  const int first_sequence = group / DIRECTIONS * SEQUENCES;
   const T* weight = direction ? weight_1 : weight_0;
   kept += direction * rows * GATE_PITCH;
   dgates += direction * rows * GATE_PITCH;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int item = threadIdx.x + i * THREADS, unit = block * UNITS + item / SEQUENCES;
-    const i64 sequence = first_sequence + item % SEQUENCES;
+    const int sequence = first_sequence + item % SEQUENCES;
     const bool real = item < CELLS && sequence < batch && unit < HIDDEN;
     const i64 state = state_base + sequence * HIDDEN + unit;
     through[i] = real && dhn ? to_float(dhn[state]) : 0.0f;
@@ -97,24 +97,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int first = 0; first < PARTS; first += AT_ONCE) {
       u32 word[AT_ONCE][4];
+      auto there = [&](int k) { return sender + (first + k) * SENDERS < BLOCKS; };
+      auto fetch = [&] {
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k) {
-        const int from = sender + (first + k) * SENDERS;
-        if (from < BLOCKS) load_shared_by_device(word[k], source + from * CELLS);
-      }
+        for (int k = 0; k < AT_ONCE; ++k)
+          if (there(k) && any_untagged(word[k], tag))
+            load_shared_by_device(word[k], source + (sender + (first + k) * SENDERS) * CELLS);
+      };
+      auto waiting = [&] {
+        bool untagged = false;
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k) {
-        const int from = sender + (first + k) * SENDERS;
-        if (from < BLOCKS) {
-          while (any_untagged(word[k], tag) && patience.again())
-            load_shared_by_device(word[k], source + from * CELLS);
+        for (int k = 0; k < AT_ONCE; ++k)
+          untagged = untagged || (there(k) && any_untagged(word[k], tag));
+        return untagged && patience.again();
+      };
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) word[k][i] = tag ^ 1;  // as before it came
+      fetch();
+      while (__any_sync(0xffffffffu, waiting())) fetch();
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k)
+        if (there(k))
 #pragma unroll
           for (int i = 0; i < 4; ++i) sum[i] += without_tag(word[k][i]);
-        }
-      }
     }
     patience.rest();
-    __syncwarp();
     if constexpr (VECTORS < 32) {
 #pragma unroll
       for (int distance = VECTORS; distance < 32; distance *= 2)
@@ -143,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int item = threadIdx.x + i * THREADS, unit = block * UNITS + item / SEQUENCES;
-      const i64 sequence = first_sequence + item % SEQUENCES;
+      const int sequence = first_sequence + item % SEQUENCES;
       active[i] = item < CELLS && sequence < batch && unit < HIDDEN &&
                   (!lengths || t < lengths[sequence]);
       dh[i] = c_now[i] = before[i] = 0.0f;
@@ -270,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int item = threadIdx.x + i * THREADS, unit = block * UNITS + item / SEQUENCES;
-    const i64 sequence = first_sequence + item % SEQUENCES;
+    const int sequence = first_sequence + item % SEQUENCES;
     if (item >= CELLS || sequence >= batch || unit >= HIDDEN) continue;
     const i64 state = state_base + sequence * HIDDEN + unit;
     dh0[state] = from_float<T>(through[i] + received(item));

@@ -19,8 +19,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int WIDTH = UNITS * BLOCKS;  // of a row of `exchange`
 constexpr int M_TILES = ceil_div(ROWS, 16);
 constexpr int CHUNKS = ceil_div(WIDTH, CHUNK * WARPS);  // a warp's
-// Chunks that a lane asks for before it looks at the first; SPLIT has no registers for more.
-constexpr int AT_ONCE = smaller(CHUNKS, PRECISION == SPLIT ? 4 : 8);
+// Rounds in which a warp's stretch of one tile comes; AT_ONCE is the plan's, in chunks.
+constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
+constexpr int AHEAD = TILES > 1;
 constexpr int SEQUENCES = TILES * COLUMNS;              // a group's
 // Lanes that share a cell: LSTM and GRU spread its activations over four.
 constexpr int SHARE = GATES == 1 ? 1 : 4;
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int block = blockIdx.x % BLOCKS;
   const int group = static_cast<int>(first_group) + blockIdx.x / BLOCKS;
   const int direction = group % DIRECTIONS;
-  const i64 first_sequence = static_cast<i64>(group / DIRECTIONS) * SEQUENCES;
+  const int first_sequence = group / DIRECTIONS * SEQUENCES;
   const T* weight = direction ? weight_1 : weight_0;
   const T* bias_input = direction ? bias_input_1 : bias_input_0;
   const T* bias_hidden = direction ? bias_hidden_1 : bias_hidden_0;
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = 0; i < ITEMS; ++i) {
     const int item = threadIdx.x + i * THREADS;
     const int gate = item % SHARE, local = item / SHARE % UNITS, unit = block * UNITS + local;
-    const i64 sequence = first_sequence + item / (SHARE * UNITS);
+    const int sequence = first_sequence + item / (SHARE * UNITS);
     const bool real = item < SEQUENCES * UNITS * SHARE && sequence < batch && unit < HIDDEN;
     const i64 state = (direction * batch + sequence) * HIDDEN + unit;
     h[i] = real && h0 ? to_float(h0[state]) : 0.0f;
@@ -84,12 +85,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // Publishes the h of all items in slot `slot` of the exchange.
   auto publish = [&](i64 slot) {
+    T* const row = exchange + slot * batch * WIDTH + block * UNITS;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int item = threadIdx.x + i * THREADS;
-      const i64 sequence = first_sequence + item / (SHARE * UNITS);
+      const int sequence = first_sequence + item / (SHARE * UNITS);
       const bool mine = item < SEQUENCES * UNITS * SHARE && item % SHARE == 0 && sequence < batch;
-      T* target = exchange + (slot * batch + sequence) * WIDTH + block * UNITS + item / SHARE % UNITS;
+      T* target = row + sequence * WIDTH + item / SHARE % UNITS;
       if constexpr (PRECISION == HALF) {
         const float next = __shfl_down_sync(0xffffffffu, h[i], SHARE);
         if (mine && item / SHARE % 2 == 0)
@@ -101,9 +103,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   };
   publish(direction ? steps : 0);
 
+  // The sequence of this lane's column of the right operand, and its place in a row of h.
+  auto sequence_of = [&](int tile) {
+    return first_sequence + tile * COLUMNS + lane / 4 % COLUMNS;
+  };
+  const int stretch = warp * CHUNKS * CHUNK + lane % 4 * VECTOR;
+
   for (i64 step = 0; step < steps; ++step) {
     const i64 t = direction ? steps - 1 - step : step;
     const i64 first_row = offsets ? offsets[t] : t * batch;
+    T* const step_gates = gates + first_row * GATE_PITCH;
     float* const step_sums = sums + (step & 1) * TILES * WARPS * SUMS;
 
     // Asked for before the wait, needed after it.
@@ -113,57 +122,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < ITEMS; ++i) {
       const int item = threadIdx.x + i * THREADS;
       const int gate = item % SHARE, unit = block * UNITS + item / SHARE % UNITS;
-      const i64 sequence = first_sequence + item / (SHARE * UNITS);
+      const int sequence = first_sequence + item / (SHARE * UNITS);
       active[i] = item < SEQUENCES * UNITS * SHARE && sequence < batch && unit < HIDDEN &&
                   (!lengths || t < lengths[sequence]);
       input[i] = 0.0f;
       if (active[i] && (CELL != GRU || gate != 2))
-        input[i] = to_float(gates[(first_row + sequence) * GATE_PITCH +
-                                  (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit]);
+        input[i] = to_float(step_gates[sequence * GATE_PITCH +
+                                       (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit]);
     }
 
-#pragma unroll 1
-    for (int tile = 0; tile < TILES; ++tile) {
-      const int column = lane / 4;
-      const i64 sequence = first_sequence + tile * COLUMNS + column % COLUMNS;
-      const bool wanted = sequence < batch && (PRECISION == SPLIT || column < COLUMNS);
-      const T* source = exchange + ((direction ? t + 1 : t) * batch + sequence) * WIDTH +
-                        warp * CHUNKS * CHUNK + lane % 4 * VECTOR;
-      const int left = WIDTH - warp * CHUNKS * CHUNK - lane % 4 * VECTOR;
-      float sum[M_TILES][2][4];  // even and odd chunks: shorter chains of products
+    // A warp's stretch of h comes in rounds, AT_ONCE chunks of one tile each; where there are several
+    // tiles the next round's is asked for before this one's is multiplied.
+    u32 word[1 + AHEAD][AT_ONCE][4];
+    float sum[M_TILES][2][4];  // even and odd chunks: shorter chains of products
+    const T* const slot = exchange + (direction ? t + 1 : t) * batch * WIDTH;
+    auto fetch = [&](int round) {
+      const int sequence = sequence_of(round / PARTS), start = round % PARTS * AT_ONCE;
+      const T* source = slot + sequence * WIDTH + stretch + start * CHUNK;
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m)
+      for (int k = 0; k < AT_ONCE; ++k)
+        if (any_absent(word[round & AHEAD][k]))
+          load_shared_by_device(word[round & AHEAD][k], source + k * CHUNK);
+    };
+    auto ask = [&](int round) {
+      const int start = round % PARTS * AT_ONCE;
+      const bool wanted = sequence_of(round / PARTS) < batch &&
+                          (PRECISION == SPLIT || lane / 4 < COLUMNS);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[m][i / 4][i % 4] = 0.0f;
-#pragma unroll
-      for (int start = 0; start < CHUNKS; start += AT_ONCE) {
-        u32 word[AT_ONCE][4];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) word[k][i] = 0;
-          if (wanted && start + k < CHUNKS && (start + k) * CHUNK < left)
-            load_shared_by_device(word[k], source + (start + k) * CHUNK);
-        }
-#pragma unroll
-        for (int k = 0; k < smaller(AT_ONCE, CHUNKS - start); ++k) {
-          while (any_absent(word[k]) && patience.again())
-            load_shared_by_device(word[k], source + (start + k) * CHUNK);
-          __syncwarp();
-          const RightOperand right(word[k]);
-#pragma unroll
-          for (int m = 0; m < M_TILES; ++m)
-            fragment[m].multiply(sum[m][k & 1], start + k, right);
-        }
-      }
-      patience.rest();
-      float* const target = step_sums + (tile * WARPS + warp) * SUMS + lane % 4 * 2 * ROW_PITCH +
-                            lane / 4;
-#pragma unroll
-      for (int m = 0; m < M_TILES; ++m)
+      for (int k = 0; k < AT_ONCE; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
+          word[round & AHEAD][k][i] =
+              wanted && start + k < CHUNKS && stretch + (start + k) * CHUNK < WIDTH ? ABSENT : 0;
+      fetch(round);
+    };
+    auto waiting = [&](int round) {
+      bool absent = false;
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[round & AHEAD][k]);
+      return absent && patience.again();
+    };
+    ask(0);
+#pragma unroll
+    for (int round = 0; round < TILES * PARTS; ++round) {
+      const int tile = round / PARTS, start = round % PARTS * AT_ONCE;
+      if (start == 0)
+#pragma unroll
+        for (int i = 0; i < 8 * M_TILES; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
+      if (AHEAD && round + 1 < TILES * PARTS) ask(round + 1);
+      while (__any_sync(0xffffffffu, waiting(round))) fetch(round);
+      patience.rest();
+#pragma unroll
+      for (int k = 0; k < smaller(AT_ONCE, CHUNKS - start); ++k) {
+        const RightOperand right(word[round & AHEAD][k]);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+          fragment[m].multiply(sum[m][k & 1], start + k, right);
+      }
+      if (!AHEAD && round + 1 < TILES * PARTS) ask(round + 1);
+      if (round % PARTS == PARTS - 1) {
+        float* const target = step_sums + (tile * WARPS + warp) * SUMS +
+                              lane % 4 * 2 * ROW_PITCH + lane / 4;
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
+      }
     }
     if (__syncthreads_or(patience.lost)) return;
 
@@ -222,11 +247,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (!active[i]) continue;
       const int item = threadIdx.x + i * THREADS;
       const int gate = item % SHARE, unit = block * UNITS + item / SHARE % UNITS;
-      const i64 row = first_row + first_sequence + item / (SHARE * UNITS);
+      const int sequence = first_sequence + item / (SHARE * UNITS);
+      const i64 row = first_row + sequence;
       if (gate == 0) y[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit] = from_float<T>(h[i]);
       if constexpr (SAVE && KEPT > 1)  // GRU: lane 2 keeps q in column 3, lane 3 n in column 2
-        gates[row * GATE_PITCH + (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN + unit] =
-            from_float<T>(input[i]);
+        step_gates[sequence * GATE_PITCH + (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN +
+                   unit] = from_float<T>(input[i]);
       if constexpr (SAVE && CELL == LSTM)
         if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c[i]);
     }
@@ -236,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = 0; i < ITEMS; ++i) {
     const int item = threadIdx.x + i * THREADS;
     const int gate = item % SHARE, unit = block * UNITS + item / SHARE % UNITS;
-    const i64 sequence = first_sequence + item / (SHARE * UNITS);
+    const int sequence = first_sequence + item / (SHARE * UNITS);
     if (item >= SEQUENCES * UNITS * SHARE || sequence >= batch || unit >= HIDDEN) continue;
     const i64 state = (direction * batch + sequence) * HIDDEN + unit;
     if (gate == 0) hn[state] = from_float<T>(h[i]);

@@ -69,6 +69,8 @@ class Plan:
     backward_warps: int
     wide_rest: bool = False
     """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
+    most_at_once: int = 8
+    """Bound on `forward_at_once`, for the sake of registers."""
 
     @property
     def blocks(self) -> int:
@@ -125,7 +127,7 @@ class Plan:
         chunks = -(-self.width // (self._chunk * self.forward_warps))
         share = 4 if self.cell.gates > 1 else 1
         items = -(-self.cells * share // (32 * self.forward_warps))
-        loads = min(chunks, 4 if self.precision == Precision.SPLIT else 8)
+        loads = self.forward_at_once * min(self.tiles, 2)
         return m_tiles * chunks * self._fragment_registers + 4 * loads + 8 * m_tiles + 5 * items + 24
 
     @property
@@ -135,6 +137,12 @@ class Plan:
         items = -(-self.cells // (32 * self.backward_warps))
         weights = m_tiles * self._backward_chunks * self._fragment_registers
         return weights + 16 + (self.cell.kept + 5) * items + 28
+
+    @property
+    def forward_at_once(self) -> int:
+        """Chunks of h that a thread of forward.cu asks for before it looks at the first."""
+        chunks = -(-self.width // (self._chunk * self.forward_warps))
+        return min(chunks, self.most_at_once)
 
     def fits(self, limits: DeviceLimits) -> bool:
         """Whether a group can run on such a device."""
@@ -161,6 +169,7 @@ class Plan:
             "COLUMNS": self.columns,
             "TILES": self.tiles,
             "WIDE_REST": self.wide_rest,
+            **({"AT_ONCE": self.forward_at_once} if forward else {}),
             "WARPS": self.forward_warps if forward else self.backward_warps,
             "GATE_PITCH": self.gate_pitch,
         }
