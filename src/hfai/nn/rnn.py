@@ -7,13 +7,13 @@ torch must refuse, goes to torch's own forward as it came.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hfai.kernels import jit
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.rnn import call
 from hfai.kernels.rnn.autograd import Sequences
@@ -22,8 +22,10 @@ from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell
 from hfai.nn.path import Path
 
-Hidden = Any
+Hidden: TypeAlias = Any
 """h of [layers * directions, batch, hidden], or for LSTM a pair of h and c."""
+States: TypeAlias = tuple[Tensor | None, Tensor | None]
+"""h0 and c0, each None for zeros."""
 
 
 class LSTM(nn.LSTM):
@@ -33,7 +35,7 @@ class LSTM(nn.LSTM):
     it, backward also works in evaluation mode.
     """
 
-    def forward(self, input: Any, hx: Hidden = None) -> Any:  # type: ignore[override]
+    def forward(self, input: Any, hx: Hidden = None) -> Any:
         """Run all layers over `input`, [steps, batch, inputs] or as the module's options say."""
         if not torch.compiler.is_compiling():
             outputs = _forward(self, input, hx)
@@ -54,7 +56,7 @@ class LSTM(nn.LSTM):
 class GRU(nn.GRU):
     """`torch.nn.GRU`, faster on CUDA for fp32, fp16 and bf16; see `LSTM`."""
 
-    def forward(self, input: Any, hx: Hidden = None) -> Any:  # type: ignore[override]
+    def forward(self, input: Any, hx: Hidden = None) -> Any:
         """Run all layers over `input`, [steps, batch, inputs] or as the module's options say."""
         if not torch.compiler.is_compiling():
             outputs = _forward(self, input, hx)
@@ -74,7 +76,7 @@ class GRU(nn.GRU):
 class RNN(nn.RNN):
     """`torch.nn.RNN` (tanh or relu), faster on CUDA for fp32, fp16 and bf16; see `LSTM`."""
 
-    def forward(self, input: Any, hx: Hidden = None) -> Any:  # type: ignore[override]
+    def forward(self, input: Any, hx: Hidden = None) -> Any:
         """Run all layers over `input`, [steps, batch, inputs] or as the module's options say."""
         if not torch.compiler.is_compiling():
             outputs = _forward(self, input, hx)
@@ -109,7 +111,7 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
     if target is not None:
         data = data.to(target)
         stack = stack.to(target)
-        states = tuple(None if state is None else state.to(target) for state in states)
+        states = _each(states, lambda state: state.to(target))
     if call.why_not_covered(stack, data) is not None or data.shape[-1] != module.input_size:
         return None
     if packed:
@@ -117,15 +119,13 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
     return _run_padded(stack, module.batch_first, data, states)
 
 
-def _run_padded(
-    stack: Stack, batch_first: bool, x: Tensor, states: tuple[Tensor | None, Tensor | None]
-) -> Any:
+def _run_padded(stack: Stack, batch_first: bool, x: Tensor, states: States) -> Any:
     unbatched = x.dim() == 2
     if unbatched:
         x = x.unsqueeze(1)
         if any(state is not None and state.dim() != 2 for state in states):
             return None
-        states = tuple(None if s is None else s.unsqueeze(1) for s in states)  # type: ignore[assignment]
+        states = _each(states, lambda state: state.unsqueeze(1))
     elif batch_first:
         x = x.transpose(0, 1)
     steps, batch, inputs = x.shape
@@ -150,7 +150,7 @@ def _run_packed(
     stack: Stack,
     packed: PackedSequence,
     x: Tensor,
-    states: tuple[Tensor | None, Tensor | None],
+    states: States,
 ) -> Any:
     sizes = packed.batch_sizes
     batch = int(sizes[0])
@@ -160,13 +160,9 @@ def _run_packed(
     if configuration is None:
         return None
     if packed.sorted_indices is not None:
-        states = tuple(  # type: ignore[assignment]
-            None if state is None else state.index_select(1, packed.sorted_indices)
-            for state in states
-        )
-    y, hn, cn = call.run_stack(
-        configuration, stack, packed_sequences(sizes, x.device), x, *states
-    )
+        order = packed.sorted_indices
+        states = _each(states, lambda state: state.index_select(1, order))
+    y, hn, cn = call.run_stack(configuration, stack, packed_sequences(sizes, x.device), x, *states)
     if packed.unsorted_indices is not None:
         hn = hn.index_select(1, packed.unsorted_indices)
         cn = None if cn is None else cn.index_select(1, packed.unsorted_indices)
@@ -217,7 +213,7 @@ def _stack(module: nn.RNNBase) -> Stack:
     )
 
 
-def _states(cell: Cell, hx: Hidden) -> tuple[Tensor | None, Tensor | None] | None:
+def _states(cell: Cell, hx: Hidden) -> States | None:
     """Return h0 and c0, each None for zeros; None where hx is no such thing."""
     if hx is None:
         return None, None
@@ -229,9 +225,12 @@ def _states(cell: Cell, hx: Hidden) -> tuple[Tensor | None, Tensor | None] | Non
     return (hx, None) if type(hx) in PLAIN_TYPES else None
 
 
-def _are_states_of(
-    stack: Stack, x: Tensor, batch: int, states: tuple[Tensor | None, Tensor | None]
-) -> bool:
+def _each(states: States, change: Callable[[Tensor], Tensor]) -> States:
+    h0, c0 = states
+    return None if h0 is None else change(h0), None if c0 is None else change(c0)
+
+
+def _are_states_of(stack: Stack, x: Tensor, batch: int, states: States) -> bool:
     wanted = (len(stack.weights) * stack.directions, batch, stack.hidden)
     return all(
         state is None

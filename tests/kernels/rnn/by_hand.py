@@ -80,7 +80,14 @@ def backward(
     dcn: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `launch.backward`."""
-    _check(configuration, steps, kept, exchange, *weights, *(t for t in (dy, dhn, dcn) if t is not None))
+    _check(
+        configuration,
+        steps,
+        kept,
+        exchange,
+        *weights,
+        *(t for t in (dy, dhn, dcn) if t is not None),
+    )
     plan = configuration.plan
     hidden, cell, batch = plan.hidden, plan.cell, steps.batch
     dgates = torch.full_like(kept, math.nan)

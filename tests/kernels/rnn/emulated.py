@@ -18,6 +18,8 @@ from hfai.kernels import jit
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
+FLAGS += ["-shared", "-fPIC", "-w"]
 STANDS_IN_FOR = ("rnn/machine.cuh",)
 
 
@@ -87,8 +89,7 @@ def _compile(text: str) -> Emulated:
         source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         source.write_text(text)
         subprocess.run(
-            [COMPILER, "-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
-            + ["-shared", "-fPIC", "-w", "-o", str(library), str(source)],
+            [COMPILER, *FLAGS, "-o", str(library), str(source)],
             check=True,
         )
         return Emulated(ctypes.CDLL(str(library)))

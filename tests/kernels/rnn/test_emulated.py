@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +40,8 @@ class _Kernel:
 
 
 @pytest.fixture(autouse=True)
-def _emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tensor]:
-    """Put the emulator where programs are compiled and loaded; yields the status word."""
+def status_word(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Put the emulator where programs are compiled and loaded; return the status word."""
 
     def load(
         self: Configuration, sources: list[str], name: str, constants: Any, block: int, shared: int
@@ -54,10 +53,8 @@ def _emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tensor]:
     word = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(Configuration, "_load", load)
     monkeypatch.setattr(status, "address", lambda device: word.data_ptr())
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False
-    )
-    yield word
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    return word
 
 
 @dataclass
@@ -228,7 +225,7 @@ def test_infinite_values_of_relu_pass() -> None:
 
 
 def test_a_block_that_never_answers_ends_every_wait_and_is_reported(
-    _emulator: Tensor, monkeypatch: pytest.MonkeyPatch
+    status_word: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(programs, "PATIENCE", 50)
     call = _call(_plan(LSTM, 20, SPLIT), FP32, steps=3, batch=2)
@@ -243,7 +240,7 @@ def test_a_block_that_never_answers_ends_every_wait_and_is_reported(
     monkeypatch.setattr(program.kernel, "launch", without_the_last_block)
     call.forward(launch.forward)
     assert program.kernel.ended  # type: ignore[attr-defined]
-    assert _emulator.item() == 1
+    assert status_word.item() == 1
 
 
 def test_the_same_bits_come_out_twice() -> None:

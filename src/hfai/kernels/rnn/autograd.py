@@ -65,14 +65,10 @@ class Layer(Function):
         needed = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:])
         if torch.is_grad_enabled() or why_watched():
             inputs = (x, h0, c0, *weights)
-            found = _watched_backward(
-                configuration, sequences, has_bias, inputs, gradients, needed
-            )
+            found = _watched_backward(configuration, sequences, has_bias, inputs, gradients, needed)
         else:
             saved = (x, c0, gates, cells, exchange)
-            found = _backward(
-                configuration, sequences, has_bias, saved, weights, gradients, needed
-            )
+            found = _backward(configuration, sequences, has_bias, saved, weights, gradients, needed)
         return (*found[:3], None, None, None, *found[3:])
 
 
@@ -141,8 +137,7 @@ def _backward(
     x, c0, gates, cells, exchange = saved
     plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     dy, dhn, dcn = (
-        None if gradient is None else dense(gradient)
-        for gradient in (*gradients, None, None)[:3]
+        None if gradient is None else dense(gradient) for gradient in (*gradients, None, None)[:3]
     )
     each = _by_direction(weights, has_bias)
     dgates, dh0, dc0 = launch.backward(
@@ -253,5 +248,7 @@ def _watched_backward(
                 allow_unused=True,
             )
         )
-    return [next(found) if need and t is not None else None
-            for t, need in zip(inputs, needed, strict=True)]
+    return [
+        next(found) if need and t is not None else None
+        for t, need in zip(inputs, needed, strict=True)
+    ]

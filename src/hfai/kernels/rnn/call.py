@@ -104,9 +104,7 @@ def why_not_configured(stack: Stack, device: int, dtype: torch.dtype, batch: int
     return found if isinstance(found, str) else None
 
 
-def configure(
-    stack: Stack, device: int, dtype: torch.dtype, batch: int
-) -> Configuration | None:
+def configure(stack: Stack, device: int, dtype: torch.dtype, batch: int) -> Configuration | None:
     """Return what a layer of this size runs with, or None where it is torch's."""
     found = _found(stack.cell, stack.hidden, stack.directions, batch, device, dtype,
                    precision_of(dtype))  # fmt: skip
@@ -173,7 +171,8 @@ def run_stack(
         with torch.cuda.device(configuration.device):
             return run_stack(configuration, stack, sequences, x, h0, c0)
     status.raise_if_lost(configuration.device)
-    last_h, last_c = [], []
+    last_h: list[Tensor] = []
+    last_c: list[Tensor] = []
     for layer, weights in enumerate(stack.weights):
         if layer and stack.dropout:
             x = torch.nn.functional.dropout(x, stack.dropout, training=True)

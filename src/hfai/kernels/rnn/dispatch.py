@@ -31,8 +31,9 @@ def choose(
     limits: DeviceLimits,
 ) -> Plan | None:
     """Return the plan that should be the fastest, or None where none fits the device."""
-    fitting = [plan for plan in _plans(cell, hidden, directions, batch, precision)
-               if plan.fits(limits)]
+    fitting = [
+        plan for plan in _plans(cell, hidden, directions, batch, precision) if plan.fits(limits)
+    ]
     if not fitting:
         return None
 

@@ -43,7 +43,7 @@ def layer(
         zeros = x.new_zeros(batch_sizes[0], w_hh.shape[1])
         h = zeros if h0 is None else h0[direction]
         c = zeros if c0 is None else c0[direction]
-        inputs = torch.nn.functional.linear(x, w_ih, b_ih).split(list(batch_sizes))
+        inputs = torch.nn.functional.linear(x, w_ih, b_ih).split(list(batch_sizes))  # type: ignore[no-untyped-call]
         ys: list[Tensor] = []
         steps = range(len(batch_sizes))
         for t in reversed(steps) if direction else steps:

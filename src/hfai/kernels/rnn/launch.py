@@ -131,7 +131,7 @@ def backward(
         dcn: of cn.
 
     Returns:
-        dgates [directions, rows, gate_pitch], in the order that backward.cu gives; dh0; dc0 or None.
+        dgates [directions, rows, gate_pitch], in backward.cu's order; dh0; dc0 or None.
     """
     plan, device = configuration.plan, kept.device
     dgates = torch.empty_like(kept)

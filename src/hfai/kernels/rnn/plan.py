@@ -128,7 +128,9 @@ class Plan:
         share = 4 if self.cell.gates > 1 else 1
         items = -(-self.cells * share // (32 * self.forward_warps))
         loads = self.forward_at_once * min(self.tiles, 2)
-        return m_tiles * chunks * self._fragment_registers + 4 * loads + 8 * m_tiles + 5 * items + 24
+        return (
+            m_tiles * chunks * self._fragment_registers + 4 * loads + 8 * m_tiles + 5 * items + 24
+        )
 
     @property
     def backward_registers(self) -> int:

@@ -70,7 +70,7 @@ def _call(gemm: ctypes._NamedFuncPointer, a: Tensor, b: Tensor, out: Tensor, com
     a_operation, a_leading = _as_columns(a)
     one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
     code = gemm(
-        torch.cuda.current_blas_handle(),
+        torch.cuda.current_blas_handle(),  # type: ignore[no-untyped-call]
         b_operation,
         a_operation,
         n,
@@ -113,6 +113,7 @@ def _gemm_ex() -> ctypes._NamedFuncPointer | None:
         return None
     integer, pointer = ctypes.c_int, ctypes.c_void_p
     gemm.restype = integer
-    gemm.argtypes = [pointer, *[integer] * 5, pointer, *[pointer, integer, integer] * 2]
-    gemm.argtypes = [*gemm.argtypes, pointer, pointer, integer, integer, integer, integer]
+    matrix = (pointer, integer, integer)
+    sizes = (integer,) * 5
+    gemm.argtypes = (pointer, *sizes, pointer, *matrix, *matrix, pointer, *matrix, integer, integer)
     return gemm

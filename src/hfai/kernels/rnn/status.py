@@ -36,5 +36,6 @@ def raise_if_lost(device: int) -> None:
         raise RuntimeError(
             f"a recurrent layer's kernel on cuda:{device} gave up waiting for its own blocks, and "
             f"its output is unfinished: results since then are wrong. Another process may have "
-            f"held the GPU. Run the step again; hfai.nn.to_torch(model) goes back to torch's kernels"
+            f"held the GPU. Run the step again, or go back to torch's kernels with "
+            f"hfai.nn.to_torch(model)"
         )
