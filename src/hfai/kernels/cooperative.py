@@ -17,6 +17,10 @@ import torch
 from hfai.kernels import jit
 
 
+class RefusedError(RuntimeError):
+    """The device has no room for all blocks of a launch at once."""
+
+
 def load(text: str, name: str, device: int, *, block: int, shared_bytes: int = 0) -> jit.Kernel:
     """Load a kernel as `jit.load` does, to be launched cooperatively.
 
@@ -28,7 +32,7 @@ def load(text: str, name: str, device: int, *, block: int, shared_bytes: int = 0
         shared_bytes: dynamic shared memory of a block.
 
     Returns:
-        The kernel. `launch` raises RuntimeError where more than `resident_blocks` are asked for.
+        The kernel. `launch` raises RefusedError where the blocks asked for cannot all run at once.
 
     Raises:
         RuntimeError: the driver refuses the binary or the shared memory asked for.
@@ -66,5 +70,7 @@ def _launch(
     config.attrs, config.numAttrs = [attribute], 1
     types = (ctypes.c_uint64,) * len(arguments)
     (error,) = driver.cuLaunchKernelEx(config, function, (arguments, types), 0)
+    if error == driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE:
+        raise RefusedError(f"the device has no room for {grid} blocks of {block} threads at once")
     if error:
         raise RuntimeError(f"cooperative launch of {grid} blocks failed: {error}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.rnn import call
 from hfai.kernels.rnn.autograd import Sequences
@@ -114,9 +115,12 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
         states = _each(states, lambda state: state.to(target))
     if call.why_not_covered(stack, data) is not None or data.shape[-1] != module.input_size:
         return None
-    if packed:
-        return _run_packed(stack, input, data, states)
-    return _run_padded(stack, module.batch_first, data, states)
+    try:
+        if packed:
+            return _run_packed(stack, input, data, states)
+        return _run_padded(stack, module.batch_first, data, states)
+    except RefusedError:  # remembered: the next call does not come this far
+        return None
 
 
 def _run_padded(stack: Stack, batch_first: bool, x: Tensor, states: States) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.cuda import current_device
 
 from hfai.kernels import jit
+from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.coverage import PLAIN_TYPES, dense, why_not_plain
 from hfai.kernels.rnn import dispatch, status
 from hfai.kernels.rnn.autograd import Sequences, apply_layer, run
@@ -99,15 +100,13 @@ def why_not_covered(stack: Stack, like: Tensor) -> str | None:
 
 def why_not_configured(stack: Stack, device: int, dtype: torch.dtype, batch: int) -> str | None:
     """Say why a batch of this size is torch's, or None where `configure` has a configuration."""
-    found = _found(stack.cell, stack.hidden, stack.directions, batch, device, dtype,
-                   precision_of(dtype))  # fmt: skip
+    found = _look_up(stack, device, dtype, batch)
     return found if isinstance(found, str) else None
 
 
 def configure(stack: Stack, device: int, dtype: torch.dtype, batch: int) -> Configuration | None:
     """Return what a layer of this size runs with, or None where it is torch's."""
-    found = _found(stack.cell, stack.hidden, stack.directions, batch, device, dtype,
-                   precision_of(dtype))  # fmt: skip
+    found = _look_up(stack, device, dtype, batch)
     return None if isinstance(found, str) else found
 
 
@@ -117,6 +116,13 @@ def largest_batch(stack: Stack, device: int, dtype: torch.dtype) -> int:
     while batch < MOST_BATCH and why_not_configured(stack, device, dtype, 2 * batch) is None:
         batch *= 2
     return batch
+
+
+def _look_up(stack: Stack, device: int, dtype: torch.dtype, batch: int) -> Configuration | str:
+    found = _found(
+        stack.cell, stack.hidden, stack.directions, batch, device, dtype, precision_of(dtype)
+    )
+    return found if isinstance(found, str) else _refused.get(found, found)
 
 
 @functools.cache
@@ -137,6 +143,10 @@ def _found(
         return f"the weights of {hidden} hidden units do not stay on the chip"
     reason = dispatch.why_torch_is_faster(plan, batch, limits)
     return _configuration(device, dtype, plan) if reason is None else reason
+
+
+# What a device would not run when it was asked to, and its words: torch's from then on.
+_refused: dict[Configuration, str] = {}
 
 
 # Batches of several sizes share a plan, and so its compiled programs.
@@ -165,6 +175,7 @@ def run_stack(
         y [rows, directions * hidden] of the last layer; hn and cn as h0, cn None without c.
 
     Raises:
+        RefusedError: the device has no room for all blocks at once; this is remembered.
         RuntimeError: a launch failed, or an earlier one on this device gave up (`status`).
     """
     if configuration.device != current_device():
@@ -178,7 +189,11 @@ def run_stack(
             x = torch.nn.functional.dropout(x, stack.dropout, training=True)
         part = slice(layer * stack.directions, (layer + 1) * stack.directions)
         states = [None if state is None else dense(state[part]) for state in (h0, c0)]
-        made = _run_layer(configuration, stack, sequences, dense(x), states, weights)
+        try:
+            made = _run_layer(configuration, stack, sequences, dense(x), states, weights)
+        except RefusedError as error:
+            _refused[configuration] = str(error)
+            raise
         x = made[0]
         last_h.append(made[1])
         last_c += made[2:]

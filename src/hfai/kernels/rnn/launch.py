@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.rnn import status
 from hfai.kernels.rnn.programs import Configuration, Program
 
@@ -165,7 +166,7 @@ def _waves(program: Program, groups: int) -> list[tuple[int, int]]:
     """Cut the groups into launches: the first group of each, and how many."""
     at_once = program.groups_at_once
     if at_once < 1:
-        raise RuntimeError("the device has no room for the recurrent kernel's blocks")
+        raise RefusedError("the device has no room for the recurrent kernel's blocks at once")
     return [(first, min(at_once, groups - first)) for first in range(0, groups, at_once)]
 
 
