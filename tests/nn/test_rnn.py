@@ -153,6 +153,15 @@ def test_the_kernels_path_is_taken_where_it_is_meant_to(
         assert "Layer" not in type(y.grad_fn.next_functions[0][0]).__name__.replace("RnnLayer", "")
 
 
+def test_padding_for_the_products_changes_nothing(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hfai.kernels.rnn.products._WORTH_PADDING", 0)
+    for inputs in (5, 7, 8):
+        layer = build(inputs, 6, num_layers=2, bidirectional=True)
+        check(layer, torch.randn(4, 3, inputs, dtype=torch.float64), hidden_state(layer, 3))
+
+
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("enforce_sorted", [False, True])
 def test_packed_sequences_come_out_packed_in_the_users_order(

@@ -262,6 +262,11 @@ inline void store_shared_by_device(void* target, u32 first, u32 second) {
   store_shared_by_device(target, first);
   store_shared_by_device(static_cast<char*>(target) + 4, second);
 }
+inline void prefetch(const void*) {}
+inline u32 cycles() {
+  static u32 count = 0;
+  return count += 100;
+}
 inline u32 round_to_tf32(float value) {
   if (value != value) return 0x7fffffff;
   return (__float_as_uint(value) + 0x1000) & 0xffffe000;

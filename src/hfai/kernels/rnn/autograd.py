@@ -19,7 +19,7 @@ from hfai.kernels.coverage import dense, why_watched
 from hfai.kernels.rnn import formula, launch
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell, Precision
-from hfai.kernels.rnn.products import aligned, new_aligned, product
+from hfai.kernels.rnn.products import padded, product
 from hfai.kernels.rnn.programs import Configuration
 
 
@@ -104,9 +104,9 @@ def run(
     plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     each = _by_direction(weights, has_bias)
     gates = x.new_empty(plan.directions, sequences.steps.rows, plan.gate_pitch)
-    inputs, columns = aligned(x), plan.cell.gates * plan.hidden
+    inputs, columns = padded(x).whole, plan.cell.gates * plan.hidden
     for of_direction, (w_ih, *_) in zip(gates, each, strict=True):
-        product(inputs, aligned(w_ih).t(), of_direction[:, :columns], tf32)
+        product(inputs, padded(w_ih).whole.t(), of_direction[:, :columns], tf32)
     made = launch.forward(
         configuration,
         sequences.steps,
@@ -153,47 +153,45 @@ def _backward(
         dcn,
     )
     count, rows, steps = 4 if has_bias else 2, sequences.steps.rows, sequences.steps.steps
-    columns, inputs = plan.cell.gates * plan.hidden, None
-    dx = torch.empty_like(x) if needed[0] else None
-    found: list[Tensor | None] = [dx, dh0 if needed[1] else None, dc0 if needed[2] else None]
+    columns, inputs = plan.cell.gates * plan.hidden, padded(x, ones=has_bias)
+    found: list[Tensor | None] = [None, dh0 if needed[1] else None, dc0 if needed[2] else None]
     for direction, (w_ih, *_) in enumerate(each):
         need = needed[3 + direction * count : 3 + (direction + 1) * count]
         all_gates = dgates[direction]
         # GRU's four are dn, dr, dz, dq: dn belongs to the input, dq to h.
         shift = plan.hidden if plan.cell is Cell.GRU else 0
         of_input, of_hidden = all_gates[:, :columns], all_gates[:, shift : shift + columns]
-        if dx is not None:
-            to_input = _in_order_of_input(plan.cell, w_ih)
-            part = new_aligned(x, *x.shape)
-            product(of_input, aligned(to_input), part, tf32)
-            if direction == 0:
-                dx = found[0] = part
-            else:
-                dx += part
-        dw_ih = dw_hh = None
+        if needed[0]:
+            to_input = padded(_in_order_of_input(plan.cell, w_ih))
+            part = x.new_empty(rows, to_input.whole.shape[1])
+            product(of_input, to_input.whole, part, tf32)
+            part = part[:, : x.shape[1]]
+            found[0] = part if found[0] is None else found[0].add_(part)
+        dw_ih = dw_hh = db_ih = db_hh = None
         if need[0]:
-            inputs = aligned(x) if inputs is None else inputs
-            dw_ih = new_aligned(x, *w_ih.shape)
-            product(of_input.t(), inputs, dw_ih, tf32)
+            dw_ih = x.new_empty(columns, inputs.whole.shape[1])
+            product(of_input.t(), inputs.whole, dw_ih, tf32)
             dw_ih = _in_order_of_weight(plan.cell, dw_ih)
         if need[1]:
             before = exchange[direction, 1:] if direction else exchange[direction, :steps]
             before = before.reshape(-1, plan.width)
             if sequences.rows_of_steps is not None:
                 before = before[sequences.rows_of_steps]
-            dw_hh = new_aligned(x, columns, plan.hidden)
-            product(of_hidden.t(), before[:, : plan.hidden], dw_hh, tf32)
-        found += [dw_ih, dw_hh]
+            dw_hh = x.new_empty(columns, plan.width)
+            product(of_hidden.t(), before, dw_hh, tf32)
+        if has_bias and (need[2] or need[3]):
+            if dw_ih is not None and inputs.ones is not None:
+                db_ih = dw_ih[:, inputs.ones].contiguous()
+            else:
+                db_ih = _in_order_of_weight(plan.cell, of_input.sum(0))
+            # Memory of its own: whoever accumulates into one must not change the other.
+            db_hh = of_hidden.sum(0) if shift else db_ih.clone()
+        found += [
+            None if dw_ih is None else dw_ih[:, : x.shape[1]],
+            None if dw_hh is None else dw_hh[:, : plan.hidden],
+        ]
         if has_bias:
-            db_ih = of_input.sum(0) if need[2] or (need[3] and not shift) else None
-            db_hh = of_hidden.sum(0) if need[3] and shift else None
-            if need[3] and not shift and db_ih is not None:
-                db_hh = db_ih.clone() if need[2] else db_ih
-            if db_ih is not None:
-                db_ih = _in_order_of_weight(plan.cell, db_ih)
-            found += [db_ih if need[2] else None, db_hh]
-    if dx is not None and rows == 0:
-        dx.zero_()
+            found += [db_ih if need[2] else None, db_hh if need[3] else None]
     return found
 
 

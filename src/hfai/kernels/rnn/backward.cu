@@ -28,6 +28,8 @@ constexpr int VECTORS = CELLS / 4;
 constexpr int SENDERS = THREADS / VECTORS;
 constexpr int PARTS = ceil_div(BLOCKS, SENDERS);  // a thread's
 constexpr int AT_ONCE = smaller(PARTS, 8);
+// Steps ahead of their use at which what forward kept is asked for from memory.
+constexpr int PREFETCHED = 2;
 constexpr int SUMMED = 32 / smaller(32, VECTORS);  // senders whose vectors one warp adds up
 constexpr int PARTIALS = SENDERS / SUMMED;
 static_assert(THREADS % VECTORS == 0 && CELLS % 4 == 0, "a message is a whole number of vectors");
@@ -142,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return sum;
   };
 
+  u32 sent = 0;
   for (i64 step = 0; step < steps; ++step) {
     const i64 t = direction ? step : steps - 1 - step;
     const i64 first_row = offsets ? offsets[t] : t * batch;
@@ -160,6 +163,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int g = 0; g < KEPT; ++g) value[i][g] = 0.0f;
       if (!active[i]) continue;
       const i64 row = first_row + sequence;
+      if (!offsets && step + PREFETCHED + 1 < steps) {
+        const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
+        if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
+        if constexpr (KEPT > 1)
+#pragma unroll
+          for (int g = 0; g < KEPT; ++g) prefetch(kept + later * GATE_PITCH + g * HIDDEN + unit);
+        if constexpr (CELL == LSTM)
+          prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
+      }
       if (dy) dh[i] = to_float(dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit]);
       if constexpr (KEPT > 1)
 #pragma unroll
@@ -183,6 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
 
+    if (LOOK_AFTER > 0 && step > 0)
+      while (cycles() - sent < LOOK_AFTER) {
+      }
     if (step > 0 && !receive(step - 1)) return;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -263,6 +278,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
       }
     }
+
+    sent = cycles();
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

@@ -22,6 +22,8 @@ constexpr int CHUNKS = ceil_div(WIDTH, CHUNK * WARPS);  // a warp's
 // Rounds in which a warp's stretch of one tile comes; AT_ONCE is the plan's, in chunks.
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 constexpr int AHEAD = TILES > 1;
+// Steps ahead of its use at which a gate's input is asked for from memory.
+constexpr int PREFETCHED = 2;
 constexpr int SEQUENCES = TILES * COLUMNS;              // a group's
 // Lanes that share a cell: LSTM and GRU spread its activations over four.
 constexpr int SHARE = GATES == 1 ? 1 : 4;
@@ -102,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   };
   publish(direction ? steps : 0);
+  u32 published = cycles();
 
   // The sequence of this lane's column of the right operand, and its place in a row of h.
   auto sequence_of = [&](int tile) {
@@ -126,10 +129,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       active[i] = item < SEQUENCES * UNITS * SHARE && sequence < batch && unit < HIDDEN &&
                   (!lengths || t < lengths[sequence]);
       input[i] = 0.0f;
-      if (active[i] && (CELL != GRU || gate != 2))
-        input[i] = to_float(step_gates[sequence * GATE_PITCH +
-                                       (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit]);
+      if (active[i] && (CELL != GRU || gate != 2)) {
+        const T* source = step_gates + sequence * GATE_PITCH +
+                          (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
+        input[i] = to_float(*source);
+        if (!offsets && step + PREFETCHED < steps)
+          prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
+      }
     }
+    // Looking too early costs everybody bandwidth, and then another look.
+    if (LOOK_AFTER > 0)
+      while (cycles() - published < LOOK_AFTER) {
+      }
 
     // A warp's stretch of h comes in rounds, AT_ONCE chunks of one tile each; where there are several
     // tiles the next round's is asked for before this one's is multiplied.
@@ -241,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       input[i] = kept;
     }
     publish(direction ? t : t + 1);
+    published = cycles();
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

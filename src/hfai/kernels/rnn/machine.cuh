@@ -23,6 +23,16 @@ __device__ __forceinline__ void store_shared_by_device(void* target, u32 first, 
                : "memory");
 }
 
+// Asks for what a later step will read, so that it comes from the second-level cache then.
+__device__ __forceinline__ void prefetch(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
+}
+__device__ __forceinline__ u32 cycles() {
+  u32 count;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(count));
+  return count;
+}
+
 // fp32 rounded to the nearest value with TF32's 10 bits of mantissa; the others are zero.
 __device__ __forceinline__ u32 round_to_tf32(float value) {
   u32 result;

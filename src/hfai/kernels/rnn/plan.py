@@ -71,6 +71,9 @@ class Plan:
     """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
     most_at_once: int = 8
     """Bound on `forward_at_once`, for the sake of registers."""
+    forward_look_after: int = 0
+    """Cycles after sending that a block waits before it first looks for what others sent."""
+    backward_look_after: int = 0
 
     @property
     def blocks(self) -> int:
@@ -171,6 +174,7 @@ class Plan:
             "COLUMNS": self.columns,
             "TILES": self.tiles,
             "WIDE_REST": self.wide_rest,
+            "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
             **({"AT_ONCE": self.forward_at_once} if forward else {}),
             "WARPS": self.forward_warps if forward else self.backward_warps,
             "GATE_PITCH": self.gate_pitch,
