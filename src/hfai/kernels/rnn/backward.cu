@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 
     if (LOOK_AFTER > 0 && step > 0)
-      while (cycles() - sent < LOOK_AFTER) {
+      while (static_cast<int>(cycles() - sent) < LOOK_AFTER) {
       }
     if (step > 0 && !receive(step - 1)) return;
 #pragma unroll

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     // Looking too early costs everybody bandwidth, and then another look.
     if (LOOK_AFTER > 0)
-      while (cycles() - published < LOOK_AFTER) {
+      while (static_cast<int>(cycles() - published) < LOOK_AFTER) {
       }
 
     // A warp's stretch of h comes in rounds, AT_ONCE chunks of one tile each; where there are several
