@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
-from hfai.kernels.rnn import call
+from hfai.kernels.rnn import call, dispatch
 from hfai.kernels.rnn.autograd import Sequences
 from hfai.kernels.rnn.call import Stack
 from hfai.kernels.rnn.launch import Steps
@@ -135,7 +135,7 @@ def _run_padded(stack: Stack, batch_first: bool, x: Tensor, states: States) -> A
     steps, batch, inputs = x.shape
     if not _are_states_of(stack, x, batch, states):
         return None
-    configuration = call.configure(stack, x.get_device(), x.dtype, batch)
+    configuration = call.configure(stack, x.get_device(), x.dtype, batch, steps)
     if configuration is None:
         return None
     sequences = Sequences(Steps(steps, batch, steps * batch))
@@ -160,7 +160,7 @@ def _run_packed(
     batch = int(sizes[0])
     if not _are_states_of(stack, x, batch, states) or int(sizes.sum()) != x.shape[0]:
         return None
-    configuration = call.configure(stack, x.get_device(), x.dtype, batch)
+    configuration = call.configure(stack, x.get_device(), x.dtype, batch, sizes.numel())
     if configuration is None:
         return None
     if packed.sorted_indices is not None:
@@ -273,9 +273,13 @@ def _explain(module: nn.RNNBase) -> Path:
     stack = _stack(module)
     weight = stack.weights[0][0]
     reason = call.why_not_covered(stack, weight)
+    device, dtype = weight.get_device(), weight.dtype
     if reason is None:
-        reason = call.why_not_configured(stack, weight.get_device(), weight.dtype, 1)
+        reason = call.why_not_configured(stack, device, dtype, 1, dispatch.FEWEST_STEPS)
     if reason is not None:
         return Path("torch", reason)
-    most = call.largest_batch(stack, weight.get_device(), weight.dtype)
-    return Path("hfai", f"a persistent kernel, for batches up to {most}")
+    most = call.largest_batch(stack, device, dtype)
+    return Path(
+        "hfai",
+        f"one kernel for all steps, from {dispatch.FEWEST_STEPS} steps and up to batch {most}",
+    )

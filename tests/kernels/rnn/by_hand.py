@@ -165,6 +165,8 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(jit, "why_unavailable", lambda device=None: None)
     monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_90"])
     monkeypatch.setattr(status, "raise_if_lost", lambda device: None)
+    monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(dispatch, "FEWEST_UNITS", 1)
     call._found.cache_clear()
     yield made
     call._found.cache_clear()

@@ -98,29 +98,45 @@ def why_not_covered(stack: Stack, like: Tensor) -> str | None:
     return jit.why_unavailable(like.get_device())
 
 
-def why_not_configured(stack: Stack, device: int, dtype: torch.dtype, batch: int) -> str | None:
-    """Say why a batch of this size is torch's, or None where `configure` has a configuration."""
-    found = _look_up(stack, device, dtype, batch)
+def why_not_configured(
+    stack: Stack, device: int, dtype: torch.dtype, batch: int, steps: int
+) -> str | None:
+    """Say why a call of this size is torch's, or None where `configure` has a configuration."""
+    found = _look_up(stack, device, dtype, batch, steps)
     return found if isinstance(found, str) else None
 
 
-def configure(stack: Stack, device: int, dtype: torch.dtype, batch: int) -> Configuration | None:
-    """Return what a layer of this size runs with, or None where it is torch's."""
-    found = _look_up(stack, device, dtype, batch)
+def configure(
+    stack: Stack, device: int, dtype: torch.dtype, batch: int, steps: int
+) -> Configuration | None:
+    """Return what a call of this size runs with, or None where it is torch's."""
+    found = _look_up(stack, device, dtype, batch, steps)
     return None if isinstance(found, str) else found
 
 
 def largest_batch(stack: Stack, device: int, dtype: torch.dtype) -> int:
-    """Return the largest batch up to which all are ours."""
+    """Return the largest batch, a power of two, up to which long sequences are ours."""
     batch = 1
-    while batch < MOST_BATCH and why_not_configured(stack, device, dtype, 2 * batch) is None:
+    while (
+        batch < MOST_BATCH
+        and why_not_configured(stack, device, dtype, 2 * batch, dispatch.FEWEST_STEPS) is None
+    ):
         batch *= 2
     return batch
 
 
-def _look_up(stack: Stack, device: int, dtype: torch.dtype, batch: int) -> Configuration | str:
+def _look_up(
+    stack: Stack, device: int, dtype: torch.dtype, batch: int, steps: int
+) -> Configuration | str:
     found = _found(
-        stack.cell, stack.hidden, stack.directions, batch, device, dtype, precision_of(dtype)
+        stack.cell,
+        stack.hidden,
+        stack.directions,
+        batch,
+        min(steps, dispatch.FEWEST_STEPS),
+        device,
+        dtype,
+        precision_of(dtype),
     )
     return found if isinstance(found, str) else _refused.get(found, found)
 
@@ -131,6 +147,7 @@ def _found(
     hidden: int,
     directions: int,
     batch: int,
+    steps: int,
     device: int,
     dtype: torch.dtype,
     precision: Precision,
@@ -141,7 +158,7 @@ def _found(
     plan = dispatch.choose(cell, hidden, directions, batch, precision, limits)
     if plan is None:
         return f"the weights of {hidden} hidden units do not stay on the chip"
-    reason = dispatch.why_torch_is_faster(plan, batch, limits)
+    reason = dispatch.why_torch_is_faster(plan, batch, steps, limits)
     return _configuration(device, dtype, plan) if reason is None else reason
 
 

@@ -16,6 +16,12 @@ UNITS = (8, 16)
 TILES = (1, 2, 4, 8)
 WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
 
+# Measured on an H200 (docs/kernels/rnn.md): below these cuDNN's own small kernels, or its launches
+# a step, take less time than ours; beyond the last its matrix products are well filled.
+FEWEST_STEPS = 16
+FEWEST_UNITS = 100
+MOST_TILES = 8
+
 # Microseconds of a step, from measurements on an H200: exchange, and a tile's products and sums.
 EXCHANGE = 1.0
 TILE = 0.35
@@ -42,7 +48,9 @@ def choose(
             _waves(plan, batch, limits) * (EXCHANGE + TILE * plan.tiles),
             not plan.wide_rest,  # accuracy, where it costs no time
             plan.units if plan.cell.gates > 1 else -plan.units,
-            plan.forward_warps + plan.backward_warps,
+            # Forward has more to keep in registers, backward more to do between two waits.
+            plan.forward_warps,
+            -plan.backward_warps,
         )
 
     return min(fitting, key=cost)
@@ -69,9 +77,12 @@ def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
     return -(-plan.groups(batch) // at_once)
 
 
-def why_torch_is_faster(plan: Plan, batch: int, limits: DeviceLimits) -> str | None:
-    """Return why a layer of this size is left to torch, or None where our kernels are faster."""
-    waves = _waves(plan, batch, limits)
-    if waves * plan.tiles > 8:
+def why_torch_is_faster(plan: Plan, batch: int, steps: int, limits: DeviceLimits) -> str | None:
+    """Return why a call of this size is left to torch, or None where our kernels are faster."""
+    if steps < FEWEST_STEPS:
+        return f"{steps} steps are too few to pay for loading the weights"
+    if plan.hidden < FEWEST_UNITS:
+        return f"cuDNN has a faster kernel for {plan.hidden} hidden units"
+    if _waves(plan, batch, limits) * plan.tiles > MOST_TILES:
         return f"a batch of {batch} is faster as one matrix product a step"
     return None

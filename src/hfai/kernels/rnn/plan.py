@@ -69,8 +69,8 @@ class Plan:
     backward_warps: int
     wide_rest: bool = False
     """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
-    most_at_once: int = 8
-    """Bound on `forward_at_once`, for the sake of registers."""
+    most_at_once: int = 4
+    """Bound on `forward_at_once`: looks that fail cost everybody bandwidth."""
     forward_look_after: int = 0
     """Cycles after sending that a block waits before it first looks for what others sent."""
     backward_look_after: int = 0
