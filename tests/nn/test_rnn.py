@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 import hfai
 from hfai.nn import to_hfai, to_torch
-from tests.kernels.rnn.by_hand import kernels_on_cpu
+from tests.kernels.rnn.by_hand import every_size_is_ours, kernels_on_cpu
 from tests.nn.operator_cases import assert_same_bits, tensors, weighted_sum
 
-__all__ = ["kernels_on_cpu"]
+__all__ = ["every_size_is_ours", "kernels_on_cpu"]
 
 Build = Callable[..., nn.Module]
 KINDS = [("LSTM", {}), ("GRU", {}), ("RNN", {}), ("RNN", {"nonlinearity": "relu"})]
@@ -29,8 +29,9 @@ KINDS = [("LSTM", {}), ("GRU", {}), ("RNN", {}), ("RNN", {"nonlinearity": "relu"
 @pytest.fixture(params=["torch", "hfai", "hfai's kernels"])
 def flavour(request: pytest.FixtureRequest, device: torch.device) -> str:
     """Torch's class, ours on torch's path, ours on the kernels' path."""
-    if request.param == "hfai's kernels" and device.type == "cpu":
-        request.getfixturevalue("kernels_on_cpu")
+    if request.param == "hfai's kernels":
+        name = "kernels_on_cpu" if device.type == "cpu" else "every_size_is_ours"
+        request.getfixturevalue(name)
     return str(request.param)
 
 

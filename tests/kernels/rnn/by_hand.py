@@ -138,7 +138,19 @@ def backward(
 
 
 @pytest.fixture
-def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let calls take the kernels' path that are too small to gain by it."""
+    monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(dispatch, "FEWEST_UNITS", 1)
+    call._found.cache_clear()
+    yield
+    call._found.cache_clear()
+
+
+@pytest.fixture
+def kernels_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, every_size_is_ours: None
+) -> Iterator[list[str]]:
     """Let recurrent layers on the CPU take the kernels' path, the launches done by hand.
 
     Yields the list of launches made since.
@@ -165,12 +177,9 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(jit, "why_unavailable", lambda device=None: None)
     monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_90"])
     monkeypatch.setattr(status, "raise_if_lost", lambda device: None)
-    monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
-    monkeypatch.setattr(dispatch, "FEWEST_UNITS", 1)
     call._found.cache_clear()
     yield made
     call._found.cache_clear()
-    dispatch.choose.cache_clear()
 
 
 def _cell(
