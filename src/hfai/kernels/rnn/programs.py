@@ -46,6 +46,7 @@ class Configuration:
                 constants,
                 32 * self.plan.forward_warps,
                 self.plan.forward_shared_bytes,
+                self.plan.cluster,
             )
         return program
 
@@ -69,7 +70,10 @@ class Configuration:
         constants: dict[str, int | bool],
         block: int,
         shared_bytes: int,
+        cluster: int = 1,
     ) -> Program:
         text = jit.program_text(sources, constants | {"PATIENCE": PATIENCE}, {"T": self.dtype})
-        kernel = cooperative.load(text, name, self.device, block=block, shared_bytes=shared_bytes)
+        kernel = cooperative.load(
+            text, name, self.device, block=block, shared_bytes=shared_bytes, cluster=cluster
+        )
         return Program(kernel, kernel.resident_blocks // self.plan.blocks)
