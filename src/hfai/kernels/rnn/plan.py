@@ -178,9 +178,10 @@ class Plan:
             "BLOCKS": self.blocks,
             "COLUMNS": self.columns,
             "TILES": self.tiles,
+            "CLUSTER": self.cluster if forward else 1,
             "WIDE_REST": self.wide_rest,
             "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
-            **({"AT_ONCE": self.forward_at_once, "CLUSTER": self.cluster} if forward else {}),
+            **({"AT_ONCE": self.forward_at_once} if forward else {}),
             "WARPS": self.forward_warps if forward else self.backward_warps,
             "GATE_PITCH": self.gate_pitch,
         }
