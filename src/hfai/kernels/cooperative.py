@@ -21,9 +21,7 @@ class RefusedError(RuntimeError):
     """The device has no room for all blocks of a launch at once."""
 
 
-def load(
-    text: str, name: str, device: int, *, block: int, shared_bytes: int = 0, cluster: int = 1
-) -> jit.Kernel:
+def load(text: str, name: str, device: int, *, block: int, shared_bytes: int = 0) -> jit.Kernel:
     """Load a kernel as `jit.load` does, to be launched cooperatively.
 
     Args:
@@ -32,7 +30,6 @@ def load(
         device: index of the device.
         block: threads in a block.
         shared_bytes: dynamic shared memory of a block.
-        cluster: blocks in a cluster.
 
     Returns:
         The kernel. `launch` raises RefusedError where the blocks asked for cannot all run at once.
@@ -42,12 +39,12 @@ def load(
     """
     from cuda.bindings import driver
 
-    kernel = jit.load(text, name, device, block=block, shared_bytes=shared_bytes, cluster=cluster)
+    kernel = jit.load(text, name, device, block=block, shared_bytes=shared_bytes)
     with torch.cuda.device(device):
         error, function = driver.cuKernelGetFunction(kernel.owner.handle)
     if error:
         raise RuntimeError(f"{name} could not be loaded onto device {device}: {error}")
-    launch = functools.partial(_launch, function, device, block, shared_bytes, cluster)
+    launch = functools.partial(_launch, function, device, block, shared_bytes)
     return dataclasses.replace(kernel, launch=launch)
 
 
@@ -56,7 +53,6 @@ def _launch(
     device: int,
     block: int,
     shared_bytes: int,
-    cluster: int,
     grid: int,
     stream: int,
     *arguments: int,
@@ -64,19 +60,14 @@ def _launch(
     from cuda.bindings import driver
 
     torch.cuda.current_stream(device)  # autograd's threads have no context before that
-    attributes = [driver.CUlaunchAttribute()]
-    attributes[0].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    attributes[0].value.cooperative = 1
-    if cluster > 1:
-        attributes.append(driver.CUlaunchAttribute())
-        attributes[1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attributes[1].value.clusterDim.x = cluster
-        attributes[1].value.clusterDim.y = attributes[1].value.clusterDim.z = 1
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    attribute.value.cooperative = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
     config.sharedMemBytes, config.hStream = shared_bytes, stream
-    config.attrs, config.numAttrs = attributes, len(attributes)
+    config.attrs, config.numAttrs = [attribute], 1
     types = (ctypes.c_uint64,) * len(arguments)
     (error,) = driver.cuLaunchKernelEx(config, function, (arguments, types), 0)
     if error == driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE:

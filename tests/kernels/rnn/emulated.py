@@ -51,8 +51,7 @@ def emulated(
         f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {str(value).lower()};"
         for name, value in constants.items()
     ]
-    cluster = "static int emulated_cluster() { return CLUSTER; }"
-    parts = [f'#include "{HERE / "emulator.hpp"}"', *lines, cluster]
+    parts = [f'#include "{HERE / "emulator.hpp"}"', *lines]
     parts.append(f"typedef {jit.CUDA_TYPES[dtype]} T;")
     for source in sources:
         if source not in STANDS_IN_FOR:

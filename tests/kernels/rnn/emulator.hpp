@@ -35,8 +35,6 @@ struct alignas(16) uint4 {
   u32 x, y, z, w;
 };
 
-static int emulated_cluster();  // blocks in a cluster: the program's CLUSTER
-
 namespace emulator {
 
 struct Barrier {
@@ -49,7 +47,7 @@ struct Warp {
   u32 b[32][2];
 };
 struct Block {
-  Barrier barrier, cluster;
+  Barrier barrier;
   std::vector<Warp> warps;
   std::vector<float> shared;
 };
@@ -153,19 +151,10 @@ inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::functi
   return 1;
 }
 
-inline Block& block_of_cluster(int rank) {
-  const int first = current->block.x / emulated_cluster() * emulated_cluster();
-  return blocks[first + rank];
-}
-
-inline float* shared_memory_of(Block& block) {
-  float* start = block.shared.data();
+inline float* shared_memory() {
+  float* start = current->home->shared.data();
   while (reinterpret_cast<uintptr_t>(start) % 16) ++start;
   return start;
-}
-
-inline float* shared_memory() {
-  return shared_memory_of(*current->home);
 }
 
 }  // namespace emulator
@@ -259,26 +248,7 @@ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-inline u32 cluster_rank() { return blockIdx.x % emulated_cluster(); }
-inline void cluster_barrier() {
-  // All threads of the cluster count in its first block's second barrier.
-  emulator::Barrier& barrier = emulator::block_of_cluster(0).cluster;
-  barrier.members = emulated_cluster() * static_cast<int>(emulator::current->home->warps.size()) * 32;
-  emulator::wait(barrier);
-}
-
 // machine.cuh
-inline void store_to_block(void* target, u32 rank, const u32 (&word)[4]) {
-  const size_t offset = static_cast<char*>(target) -
-                        reinterpret_cast<char*>(emulator::shared_memory());
-  emulator::Block& block = emulator::block_of_cluster(rank);
-  std::memcpy(reinterpret_cast<char*>(emulator::shared_memory_of(block)) + offset, word, 16);
-  emulator::moved = true;
-}
-inline void load_from_block(u32 (&word)[4], const void* source) {
-  emulator::yield();
-  std::memcpy(word, source, 16);
-}
 inline void load_shared_by_device(u32 (&word)[4], const void* source) {
   emulator::yield();
   std::memcpy(word, source, 16);

@@ -44,13 +44,7 @@ def status_word(monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Put the emulator where programs are compiled and loaded; return the status word."""
 
     def load(
-        self: Configuration,
-        sources: list[str],
-        name: str,
-        constants: Any,
-        block: int,
-        shared: int,
-        cluster: int = 1,
+        self: Configuration, sources: list[str], name: str, constants: Any, block: int, shared: int
     ) -> Program:
         constants = constants | {"PATIENCE": programs.PATIENCE}
         kernel = _Kernel(emulated(sources, constants, self.dtype, name), block, shared)
@@ -185,17 +179,6 @@ def test_every_precision_tile_and_block_size(
 ) -> None:
     plan = _plan(cell, 37, precision, **options)
     _check(_call(plan, dtype, steps=3, batch=9))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "precision", "cluster", "hidden"),
-    [(FP32, SPLIT, 2, 300), (FP32, TF32, 4, 21), (BF16, HALF, 2, 70)],
-)
-def test_clusters_that_share_what_they_read(
-    dtype: torch.dtype, precision: Precision, cluster: int, hidden: int
-) -> None:
-    plan = _plan(LSTM, hidden, precision, cluster=cluster)
-    _check(_call(plan, dtype, steps=5 if hidden < 100 else 3, batch=2))
 
 
 def test_without_bias_states_and_some_gradients() -> None:

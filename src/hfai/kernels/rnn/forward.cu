@@ -22,8 +22,6 @@ constexpr int CHUNKS = ceil_div(WIDTH, CHUNK * WARPS);  // a warp's
 // Rounds in which a warp's stretch of one tile comes; AT_ONCE is the plan's, in chunks.
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 constexpr int AHEAD = TILES > 1;
-// Chunks of a warp's stretch that one block of a cluster looks for.
-constexpr int SHARED_CHUNKS = ceil_div(CHUNKS, CLUSTER);
 // Steps ahead of its use at which a gate's input is asked for from memory.
 constexpr int PREFETCHED = 2;
 constexpr int SEQUENCES = TILES * COLUMNS;              // a group's
@@ -107,14 +105,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   };
   publish(direction ? steps : 0);
   u32 published = cycles();
-  bool failed = false;
-  uint4* const stages = reinterpret_cast<uint4*>(sums + 2 * TILES * WARPS * SUMS);
-  if constexpr (CLUSTER > 1) {
-    static_assert(CLUSTER == 1 || TILES == 1, "one tile is handed round");
-    for (int i = threadIdx.x; i < 2 * WARPS * CHUNKS * 32; i += THREADS)
-      stages[i] = uint4{ABSENT, ABSENT, ABSENT, ABSENT};
-    cluster_barrier();
-  }
 
   // The sequence of this lane's column of the right operand, and its place in a row of h.
   auto sequence_of = [&](int tile) {
@@ -156,14 +146,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // tiles the next round's is asked for before this one's is multiplied.
     u32 word[1 + AHEAD][AT_ONCE][4];
     float sum[M_TILES][2][4];  // even and odd chunks: shorter chains of products
-    auto store_sums = [&](float* to, int tile) {
-      float* const target = to + (tile * WARPS + warp) * SUMS + lane % 4 * 2 * ROW_PITCH + lane / 4;
-#pragma unroll
-      for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
-    };
     const T* const slot = exchange + (direction ? t + 1 : t) * batch * WIDTH;
     auto fetch = [&](int round) {
       const int sequence = sequence_of(round / PARTS), start = round % PARTS * AT_ONCE;
@@ -191,79 +173,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[round & AHEAD][k]);
       return absent && patience.again();
     };
-    if constexpr (CLUSTER > 1) {
-      // Each block of a cluster looks for its share of the chunks and hands them to the others, so
-      // that the second-level cache is read once a cluster. A word in shared memory is its own flag
-      // too: whoever has read it clears it, two steps before it is written again.
-      const bool wanted = sequence_of(0) < batch && (PRECISION == SPLIT || lane / 4 < COLUMNS);
-      uint4* const stage = stages + ((step & 1) * WARPS + warp) * CHUNKS * 32 + lane;
-      const u32 rank = cluster_rank();
-      u32 own[SHARED_CHUNKS][4];
-      auto is_mine = [&](int k) {
-        const int chunk = k * CLUSTER + static_cast<int>(rank);
-        return wanted && chunk < CHUNKS && stretch + chunk * CHUNK < WIDTH;
-      };
-      auto fetch_own = [&] {
-#pragma unroll
-        for (int k = 0; k < SHARED_CHUNKS; ++k)
-          if (is_mine(k) && any_absent(own[k]))
-            load_shared_by_device(own[k], slot + sequence_of(0) * WIDTH + stretch +
-                                              (k * CLUSTER + static_cast<int>(rank)) * CHUNK);
-      };
-      auto waiting_for_own = [&] {
-        bool absent = false;
-#pragma unroll
-        for (int k = 0; k < SHARED_CHUNKS; ++k) absent = absent || (is_mine(k) && any_absent(own[k]));
-        return absent && patience.again();
-      };
-#pragma unroll
-      for (int k = 0; k < SHARED_CHUNKS; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) own[k][i] = ABSENT;
-      fetch_own();
-      while (__any_sync(0xffffffffu, waiting_for_own())) fetch_own();
-      patience.rest();
-#pragma unroll
-      for (int k = 0; k < SHARED_CHUNKS; ++k)
-        if (is_mine(k))
-#pragma unroll
-          for (int other = 0; other < CLUSTER; ++other)
-            store_to_block(stage + (k * CLUSTER + rank) * 32, other, own[k]);
-#pragma unroll
-      for (int i = 0; i < 8 * M_TILES; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
-#pragma unroll
-      for (int start = 0; start < CHUNKS; start += AT_ONCE) {
-        auto is_there = [&](int k) {
-          return wanted && start + k < CHUNKS && stretch + (start + k) * CHUNK < WIDTH;
-        };
-        auto look = [&] {
-          bool absent = false;
-#pragma unroll
-          for (int k = 0; k < AT_ONCE; ++k)
-            if (is_there(k) && any_absent(word[0][k])) {
-              load_from_block(word[0][k], stage + (start + k) * 32);
-              absent = absent || any_absent(word[0][k]);
-            }
-          return absent && patience.again();
-        };
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) word[0][k][i] = is_there(k) ? ABSENT : 0;
-        while (__any_sync(0xffffffffu, look())) {
-        }
-        patience.rest();
-#pragma unroll
-        for (int k = 0; k < smaller(AT_ONCE, CHUNKS - start); ++k) {
-          if (is_there(k)) stage[(start + k) * 32] = uint4{ABSENT, ABSENT, ABSENT, ABSENT};
-          const RightOperand right(word[0][k]);
-#pragma unroll
-          for (int m = 0; m < M_TILES; ++m)
-            fragment[m].multiply(sum[m][k & 1], start + k, right);
-        }
-      }
-      store_sums(step_sums, 0);
-    } else {
     ask(0);
 #pragma unroll
     for (int round = 0; round < TILES * PARTS; ++round) {
@@ -282,11 +191,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           fragment[m].multiply(sum[m][k & 1], start + k, right);
       }
       if (!AHEAD && round + 1 < TILES * PARTS) ask(round + 1);
-      if (round % PARTS == PARTS - 1) store_sums(step_sums, tile);
+      if (round % PARTS == PARTS - 1) {
+        float* const target = step_sums + (tile * WARPS + warp) * SUMS +
+                              lane % 4 * 2 * ROW_PITCH + lane / 4;
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
+      }
     }
-    }
-    failed = __syncthreads_or(patience.lost);
-    if (failed) break;
+    if (__syncthreads_or(patience.lost)) return;
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -355,8 +270,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  if constexpr (CLUSTER > 1) cluster_barrier();  // nobody writes to a block that has ended
-  if (failed) return;
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int item = threadIdx.x + i * THREADS;

@@ -23,25 +23,6 @@ __device__ __forceinline__ void store_shared_by_device(void* target, u32 first, 
                : "memory");
 }
 
-// Writes to the shared memory of block `rank` of the cluster, at the place `target` has in ours; and
-// reads our own that others write to.
-__device__ __forceinline__ void store_to_block(void* target, u32 rank, const u32 (&word)[4]) {
-#if __CUDA_ARCH__ >= 900
-  const u32 here = static_cast<u32>(__cvta_generic_to_shared(target));
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(there), "r"(word[0]),
-               "r"(word[1]), "r"(word[2]), "r"(word[3])
-               : "memory");
-#endif
-}
-__device__ __forceinline__ void load_from_block(u32 (&word)[4], const void* source) {
-  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(static_cast<u32>(__cvta_generic_to_shared(source)))
-               : "memory");
-}
-
 // Asks for what a later step will read, so that it comes from the second-level cache then.
 __device__ __forceinline__ void prefetch(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));

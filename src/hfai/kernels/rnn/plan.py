@@ -74,13 +74,11 @@ class Plan:
     forward_look_after: int = 0
     """Cycles after sending that a block waits before it first looks for what others sent."""
     backward_look_after: int = 0
-    cluster: int = 1
-    """Blocks of forward.cu that share what they read of h; 1 where there are no clusters."""
 
     @property
     def blocks(self) -> int:
         """Blocks of a group."""
-        return -(-self.hidden // (self.units * self.cluster)) * self.cluster
+        return -(-self.hidden // self.units)
 
     @property
     def width(self) -> int:
@@ -114,10 +112,7 @@ class Plan:
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of forward.cu."""
         rows = 16 * -(-self.cell.gates * self.units // 16) + 4
-        sums = 4 * 2 * self.tiles * self.forward_warps * 8 * rows
-        chunks = -(-self.width // (self._chunk * self.forward_warps))
-        stages = 2 * self.forward_warps * chunks * 512 if self.cluster > 1 else 0
-        return sums + stages
+        return 4 * 2 * self.tiles * self.forward_warps * 8 * rows
 
     @property
     def backward_shared_bytes(self) -> int:
@@ -178,7 +173,6 @@ class Plan:
             "BLOCKS": self.blocks,
             "COLUMNS": self.columns,
             "TILES": self.tiles,
-            "CLUSTER": self.cluster if forward else 1,
             "WIDE_REST": self.wide_rest,
             "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
             **({"AT_ONCE": self.forward_at_once} if forward else {}),

@@ -46,7 +46,6 @@ class Configuration:
                 constants,
                 32 * self.plan.forward_warps,
                 self.plan.forward_shared_bytes,
-                self.plan.cluster,
             )
         return program
 
@@ -70,10 +69,7 @@ class Configuration:
         constants: dict[str, int | bool],
         block: int,
         shared_bytes: int,
-        cluster: int = 1,
     ) -> Program:
         text = jit.program_text(sources, constants | {"PATIENCE": PATIENCE}, {"T": self.dtype})
-        kernel = cooperative.load(
-            text, name, self.device, block=block, shared_bytes=shared_bytes, cluster=cluster
-        )
+        kernel = cooperative.load(text, name, self.device, block=block, shared_bytes=shared_bytes)
         return Program(kernel, kernel.resident_blocks // self.plan.blocks)
