@@ -19,7 +19,7 @@ from hfai.kernels.coverage import dense, why_watched
 from hfai.kernels.rnn import formula, launch
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell, Precision
-from hfai.kernels.rnn.products import padded, product
+from hfai.kernels.rnn.products import column_sums, common_width, padded, product
 from hfai.kernels.rnn.programs import Configuration
 
 
@@ -104,9 +104,11 @@ def run(
     plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     each = _by_direction(weights, has_bias)
     gates = x.new_empty(plan.directions, sequences.steps.rows, plan.gate_pitch)
-    inputs, columns = padded(x).whole, plan.cell.gates * plan.hidden
+    columns = plan.cell.gates * plan.hidden
+    width = common_width(x, *(w_ih for w_ih, *_ in each))
+    inputs = padded(x, width).whole
     for of_direction, (w_ih, *_) in zip(gates, each, strict=True):
-        product(inputs, padded(w_ih).whole.t(), of_direction[:, :columns], tf32)
+        product(inputs, padded(w_ih, width).whole.t(), of_direction[:, :columns], tf32)
     made = launch.forward(
         configuration,
         sequences.steps,
@@ -153,7 +155,8 @@ def _backward(
         dcn,
     )
     count, rows, steps = 4 if has_bias else 2, sequences.steps.rows, sequences.steps.steps
-    columns, inputs = plan.cell.gates * plan.hidden, padded(x, ones=has_bias)
+    columns = plan.cell.gates * plan.hidden
+    inputs = padded(x, common_width(x, ones=has_bias), ones=has_bias)
     found: list[Tensor | None] = [None, dh0 if needed[1] else None, dc0 if needed[2] else None]
     for direction, (w_ih, *_) in enumerate(each):
         need = needed[3 + direction * count : 3 + (direction + 1) * count]
@@ -162,7 +165,7 @@ def _backward(
         shift = plan.hidden if plan.cell is Cell.GRU else 0
         of_input, of_hidden = all_gates[:, :columns], all_gates[:, shift : shift + columns]
         if needed[0]:
-            to_input = padded(_in_order_of_input(plan.cell, w_ih))
+            to_input = padded(_in_order_of_input(plan.cell, w_ih), common_width(w_ih))
             part = x.new_empty(rows, to_input.whole.shape[1])
             product(of_input, to_input.whole, part, tf32)
             part = part[:, : x.shape[1]]
@@ -183,9 +186,9 @@ def _backward(
             if dw_ih is not None and inputs.ones is not None:
                 db_ih = dw_ih[:, inputs.ones].contiguous()
             else:
-                db_ih = _in_order_of_weight(plan.cell, of_input.sum(0))
+                db_ih = _in_order_of_weight(plan.cell, column_sums(of_input, tf32))
             # Memory of its own: whoever accumulates into one must not change the other.
-            db_hh = of_hidden.sum(0) if shift else db_ih.clone()
+            db_hh = column_sums(of_hidden, tf32) if shift else db_ih.clone()
         found += [
             None if dw_ih is None else dw_ih[:, : x.shape[1]],
             None if dw_hh is None else dw_hh[:, : plan.hidden],

@@ -53,11 +53,15 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+# The getter behind torch.backends.cudnn.rnn.fp32_precision (torch 2.9 and later), which costs a
+# tenth of the property.
+_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 def allows_tf32() -> bool:
     """Return whether torch's switches let fp32 recurrences run in TF32."""
-    rnn = getattr(torch.backends.cudnn, "rnn", None)  # torch 2.9 and later
-    if rnn is not None and hasattr(rnn, "fp32_precision"):
-        return bool(rnn.fp32_precision == "tf32")
+    if _fp32_precision is not None:
+        return bool(_fp32_precision("cuda", "rnn") == "tf32")
     return bool(torch.backends.cudnn.allow_tf32)
 
 

@@ -1,7 +1,8 @@
 """Which plan a layer gets, and the sizes at which torch's own kernels are left to it.
 
-A step takes about as long as one exchange between all blocks of a group, plus each tile's products;
-groups that do not fit on the device at once come one after the other.
+A step takes as long as its exchanges between blocks, each tile's products, and the bytes that go
+through the second-level cache; groups that do not fit on the device at once come one after the
+other.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
 
 # Measured on an H200 (docs/kernels/rnn.md): below these cuDNN's own small kernels, or its launches
 # a step, take less time than ours; beyond the last its matrix products are well filled.
-FEWEST_STEPS = 16
-FEWEST_UNITS = 100
+FEWEST_STEPS = 32
+FEWEST_UNITS = {Cell.LSTM: 129, Cell.GRU: 193, Cell.RNN_TANH: 385, Cell.RNN_RELU: 385}
 MOST_TILES = 8
 
-# Microseconds of a step, from measurements on an H200: exchange, and a tile's products and sums.
-EXCHANGE = 1.0
-TILE = 0.35
+# Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
+# being sent: forward waits so many cycles first. With fewer blocks that gains nothing.
+LOOK_AFTER = 600
+MANY_BLOCKS = 64
+
+# Microseconds of a step of both passes, fitted to ten plans measured on an H200: the exchanges, a
+# tile's products and sums for 8 units, and what backward sends, in bytes a microsecond.
+EXCHANGE = 2.5
+TILE = 1.3
+SENT_BYTES = 1.7e6
 
 
 @functools.cache
@@ -45,7 +53,7 @@ def choose(
 
     def cost(plan: Plan) -> tuple[float, ...]:
         return (
-            _waves(plan, batch, limits) * (EXCHANGE + TILE * plan.tiles),
+            _step_time(plan, batch, limits),
             not plan.wide_rest,  # accuracy, where it costs no time
             plan.units if plan.cell.gates > 1 else -plan.units,
             # Forward has more to keep in registers, backward more to do between two waits.
@@ -61,6 +69,7 @@ def _plans(
 ) -> Iterator[Plan]:
     columns = 4 if precision is Precision.SPLIT or batch <= 4 else 8
     for units in UNITS:
+        look_after = LOOK_AFTER if -(-hidden // units) >= MANY_BLOCKS else 0
         for tiles in TILES:
             if tiles > 1 and (tiles // 2) * columns >= batch:
                 break  # more tiles than sequences
@@ -68,8 +77,14 @@ def _plans(
                 for wide in (True, False) if precision is Precision.SPLIT else (False,):
                     yield Plan(
                         cell, hidden, directions, precision, units, columns, tiles,
-                        forward_warps, backward_warps, wide,
+                        forward_warps, backward_warps, wide, forward_look_after=look_after,
                     )  # fmt: skip
+
+
+def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:
+    groups, waves = plan.groups(batch), _waves(plan, batch, limits)
+    sent = 2 * plan.mailbox_floats(groups)  # bytes a step: half of the floats, 4 bytes each
+    return waves * (EXCHANGE + TILE * plan.tiles * plan.units / 8) + sent / SENT_BYTES
 
 
 def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
@@ -81,7 +96,7 @@ def why_torch_is_faster(plan: Plan, batch: int, steps: int, limits: DeviceLimits
     """Return why a call of this size is left to torch, or None where our kernels are faster."""
     if steps < FEWEST_STEPS:
         return f"{steps} steps are too few to pay for loading the weights"
-    if plan.hidden < FEWEST_UNITS:
+    if plan.hidden < FEWEST_UNITS[plan.cell]:
         return f"cuDNN has a faster kernel for {plan.hidden} hidden units"
     if _waves(plan, batch, limits) * plan.tiles > MOST_TILES:
         return f"a batch of {batch} is faster as one matrix product a step"

@@ -62,21 +62,50 @@ class Padded:
     ones: int | None = None
 
 
-def padded(matrix: Tensor, ones: bool = False) -> Padded:
-    """Return a matrix whose rows are aligned and as long as products like, if that is worth it.
+def common_width(*matrices: Tensor, ones: bool = False) -> int:
+    """Return the length of row to which `padded` should bring matrices of equally many columns.
+
+    Args:
+        matrices: their rows contiguous.
+        ones: whether there shall be room for a column of ones, if there are copies anyway.
+    """
+    columns = matrices[0].shape[1]
+    is_good = all(
+        columns % _PADDED_TO == 0
+        and matrix.stride(0) % _PADDED_TO == 0
+        and matrix.data_ptr() % 16 == 0
+        for matrix in matrices
+    )
+    if is_good or max(matrix.numel() for matrix in matrices) < _WORTH_PADDING:
+        return columns
+    return -(-(columns + ones) // _PADDED_TO) * _PADDED_TO
+
+
+def padded(matrix: Tensor, width: int, ones: bool = False) -> Padded:
+    """Return a matrix with rows of `width`, copied if it has others.
 
     Args:
         matrix: its rows contiguous.
-        ones: whether a column of ones is welcome, if there is a copy anyway.
+        width: what `common_width` returned.
+        ones: whether one of the new columns, if there are any, shall be ones.
     """
     rows, columns = matrix.shape
-    is_good = columns % _PADDED_TO == 0 and matrix.stride(0) % _PADDED_TO == 0
-    if matrix.numel() < _WORTH_PADDING or (is_good and matrix.data_ptr() % 16 == 0):
+    if width == columns:
         return Padded(matrix, columns)
-    width = -(-(columns + ones) // _PADDED_TO) * _PADDED_TO
     room = matrix.new_empty(rows, width)
     _copy(matrix, room, columns if ones else -1)
     return Padded(room, columns, columns if ones else None)
+
+
+def column_sums(matrix: Tensor, tf32: bool) -> Tensor:
+    """Return the sum over rows, as a product with ones.
+
+    `Tensor.sum` takes scratch memory of several times the matrix for this shape.
+    """
+    ones = matrix.new_ones(matrix.shape[0], _PADDED_TO)
+    sums = matrix.new_empty(matrix.shape[1], _PADDED_TO)
+    product(matrix.t(), ones, sums, tf32)
+    return sums[:, 0].contiguous()
 
 
 def _copy(matrix: Tensor, room: Tensor, ones: int) -> None:
