@@ -29,9 +29,9 @@ LOOK_AFTER = 600
 MANY_BLOCKS = 64
 
 # Microseconds of a step of both passes, fitted to ten plans measured on an H200: the exchanges, a
-# tile's products and sums for 8 units, and what backward sends, in bytes a microsecond.
+# tile's products and sums for 16 rows, and what backward sends, in bytes a microsecond.
 EXCHANGE = 2.5
-TILE = 1.3
+TILE = 0.65
 SENT_BYTES = 1.7e6
 
 
@@ -84,7 +84,7 @@ def _plans(
 def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:
     groups, waves = plan.groups(batch), _waves(plan, batch, limits)
     sent = 2 * plan.mailbox_floats(groups)  # bytes a step: half of the floats, 4 bytes each
-    return waves * (EXCHANGE + TILE * plan.tiles * plan.units / 8) + sent / SENT_BYTES
+    return waves * (EXCHANGE + TILE * plan.tiles * plan.row_tiles) + sent / SENT_BYTES
 
 
 def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:

@@ -100,6 +100,11 @@ class Plan:
         """Floats of one message between two blocks in backward."""
         return self.units * self.sequences
 
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows that a block's share of the recurrent matrix makes."""
+        return -(-self.cell.gates * self.units // 16)
+
     def groups(self, batch: int) -> int:
         """Return the groups that a batch of so many sequences makes."""
         return self.directions * -(-batch // self.sequences)
@@ -111,7 +116,7 @@ class Plan:
     @property
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of forward.cu."""
-        rows = 16 * -(-self.cell.gates * self.units // 16) + 4
+        rows = 16 * self.row_tiles + 4
         return 4 * 2 * self.tiles * self.forward_warps * 8 * rows
 
     @property
@@ -126,7 +131,7 @@ class Plan:
     @property
     def forward_registers(self) -> int:
         """An estimate of forward.cu's registers a thread."""
-        m_tiles = -(-self.cell.gates * self.units // 16)
+        m_tiles = self.row_tiles
         chunks = -(-self.width // (self._chunk * self.forward_warps))
         share = 4 if self.cell.gates > 1 else 1
         items = -(-self.cells * share // (32 * self.forward_warps))
