@@ -183,7 +183,9 @@ def packed_sequences(batch_sizes: Tensor, device: torch.device) -> Sequences:
     """
     steps, batch = batch_sizes.numel(), int(batch_sizes[0])
     # Three small tables in one copy to the device.
-    there = torch.arange(batch).unsqueeze(0) < batch_sizes.unsqueeze(1)  # [steps, batch]
+    there = torch.arange(batch, device="cpu").unsqueeze(0) < batch_sizes.unsqueeze(
+        1
+    )  # [steps, batch]
     lengths = there.sum(0)
     offsets = batch_sizes.cumsum(0) - batch_sizes
     rows = there.flatten().nonzero().squeeze(1)

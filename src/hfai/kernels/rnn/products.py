@@ -30,6 +30,8 @@ _PADDED_TO = 8  # elements
 _WORTH_PADDING = 1 << 18
 _PAD_THREADS = 256
 
+_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
 
 def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
     """Compute a [m, k] times b [k, n] into out [m, n].
@@ -43,7 +45,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
     if out.dtype is torch.float32 and out.is_cuda and 0 not in (*a.shape, *b.shape):
         gemm = _gemm_ex()
         # Without TF32 torch.mm is right unless the switch for matrix products is on.
-        if gemm is not None and (tf32 or torch.backends.cuda.matmul.allow_tf32):
+        if gemm is not None and (tf32 or _mm_may_use_tf32()):
             _call(gemm, a, b, out, _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F_PEDANTIC)
             return
     torch.mm(a, b, out=out)
@@ -60,6 +62,13 @@ class Padded:
     whole: Tensor
     columns: int
     ones: int | None = None
+
+
+def _mm_may_use_tf32() -> bool:
+    """Return whether torch's switch for matrix products lets torch.mm round fp32 to TF32."""
+    if _fp32_precision is not None:  # torch 2.9 and later; the old switch then may raise
+        return bool(_fp32_precision("cuda", "matmul") == "tf32")
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def common_width(*matrices: Tensor, ones: bool = False) -> int:

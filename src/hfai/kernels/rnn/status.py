@@ -16,8 +16,9 @@ from torch import Tensor
 
 @functools.cache
 def _word(device: int) -> Tensor:
-    with torch.cuda.device(device):
-        return torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    # A plain tensor on the host, whatever mode or default device the first call is made under.
+    with torch.cuda.device(device), torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def address(device: int) -> int:
