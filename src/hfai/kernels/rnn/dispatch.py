@@ -21,7 +21,7 @@ WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
 # a step, take less time than ours; beyond the last its matrix products are well filled.
 FEWEST_STEPS = 32
 FEWEST_UNITS = {Cell.LSTM: 129, Cell.GRU: 193, Cell.RNN_TANH: 385, Cell.RNN_RELU: 385}
-MOST_TILES = 8
+MOST_TILES = 4
 
 # Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
 # being sent: forward waits so many cycles first. With fewer blocks that gains nothing.
