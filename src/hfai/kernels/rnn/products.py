@@ -53,14 +53,12 @@ def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
 
 @dataclass(frozen=True)
 class Padded:
-    """A matrix as products want it.
+    """A matrix as products want it: itself, or a copy with columns of zeros added.
 
-    `whole` has the matrix in its first `columns` columns, the others are zeros. Where there is a
-    column of ones, its index is `ones`.
+    `ones` is the index of an added column of ones, where there is one.
     """
 
     whole: Tensor
-    columns: int
     ones: int | None = None
 
 
@@ -100,10 +98,10 @@ def padded(matrix: Tensor, width: int, ones: bool = False) -> Padded:
     """
     rows, columns = matrix.shape
     if width == columns:
-        return Padded(matrix, columns)
+        return Padded(matrix)
     room = matrix.new_empty(rows, width)
     _copy(matrix, room, columns if ones else -1)
-    return Padded(room, columns, columns if ones else None)
+    return Padded(room, columns if ones else None)
 
 
 def column_sums(matrix: Tensor, tf32: bool) -> Tensor:
