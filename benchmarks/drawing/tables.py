@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,8 +82,7 @@ def grid_summary(result: Result) -> str:
 
 def title(case: Mapping[str, Any]) -> str:
     """Return a case's name with a proper sign of multiplication between the extents."""
-    shape = "×".join(str(extent) for extent in case["shape"])
-    return f"{shape} {case['dtype']}"
+    return re.sub(r"(?<=\d)x(?=\d)", "×", case["name"])
 
 
 def number(milliseconds: float | None) -> str:

@@ -82,7 +82,7 @@ def test_ours_is_flagged_beyond_one_and_a_half_times_torchs_error() -> None:
     assert flags == ["dx's error is 1.60x torch's"], "dweight's error is below fp32's rounding"
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("shape", [(37, 24), (3, 2, 5, 7), (1, 3)], ids=str)
 def test_the_reference_is_what_autograd_gets_in_float64(name: str, shape: tuple[int, ...]) -> None:
     operator, case = OPERATORS[name](), norm_case(shape, torch.float64)
@@ -96,7 +96,7 @@ def test_the_reference_is_what_autograd_gets_in_float64(name: str, shape: tuple[
     assert max(errors.values()) < 1e-13
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_the_reference_catches_a_fault_in_any_output(name: str) -> None:
     operator, case = OPERATORS[name](), norm_case((6, 32), torch.float32)
     device = torch.device("cpu")

@@ -27,7 +27,21 @@ import hfai.nn
 from hfai.nn import to_hfai
 
 Feature = Literal[
-    "double backward", "forward mode", "vmap", "script", "export", "fullgraph", "subclass"
+    "double backward",
+    "forward mode",
+    "vmap",
+    "script",
+    "export",
+    "fullgraph",
+    "subclass",
+    "distributed tensors",
+    "a single output",
+    "saving the input itself",
+    "changing outputs in place",
+    "a device argument in its signature",
+    "fake tensors of a GPU that is not there",
+    "functional calls of a shared layer",
+    "staying float under dynamic quantization",
 ]
 
 # Relative and absolute bounds against float64, wide enough for torch's own kernels.
@@ -224,6 +238,33 @@ def rms_norm_reference(module: nn.RMSNorm, x: Tensor) -> Tensor:
     return y if module.weight is None else y * module.weight
 
 
+# On CUDA fp32 recurrences run in TF32 unless a switch says otherwise, and errors add up over steps.
+RECURRENT_TOLERANCES: Mapping[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-9, 1e-9),
+    torch.float32: (3e-3, 3e-3) if torch.cuda.is_available() else (2e-5, 2e-5),
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (8e-2, 8e-2),
+}
+# What torch's own recurrent layers cannot do, as measured with torch 2.13 on the CPU; its CUDA ones
+# have no double backward either.
+UNSUPPORTED_BY_RECURRENT: frozenset[Feature] = frozenset(
+    {
+        "forward mode",
+        "vmap",
+        "export",
+        "fullgraph",
+        "distributed tensors",
+        "a single output",
+        "saving the input itself",
+        "changing outputs in place",
+        "a device argument in its signature",
+        "fake tensors of a GPU that is not there",
+        "functional calls of a shared layer",
+        "staying float under dynamic quantization",
+        *(("double backward",) if torch.cuda.is_available() else ()),
+    }
+)
+
 CASES = [
     OperatorCase(
         name="LayerNorm",
@@ -253,5 +294,38 @@ CASES = [
         draw=_normal(4, 6, 33),
         function=F.rms_norm,
         reference=rms_norm_reference,
+    ),
+    OperatorCase(
+        name="LSTM",
+        torch_class=nn.LSTM,
+        hfai_class=hfai.nn.LSTM,
+        arguments=(10, 12),
+        keywords={"batch_first": True},
+        draw=_normal(4, 6, 10),
+        function=torch.lstm,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_RECURRENT,
+    ),
+    OperatorCase(
+        name="GRU-two-layers-both-directions",
+        torch_class=nn.GRU,
+        hfai_class=hfai.nn.GRU,
+        arguments=(5, 9),
+        keywords={"batch_first": True, "num_layers": 2, "bidirectional": True},
+        draw=_normal(4, 3, 5),
+        function=torch.gru,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_RECURRENT,
+    ),
+    OperatorCase(
+        name="RNN-no-bias",
+        torch_class=nn.RNN,
+        hfai_class=hfai.nn.RNN,
+        arguments=(7, 8),
+        keywords={"batch_first": True, "bias": False},
+        draw=_normal(4, 5, 7),
+        function=torch.rnn_tanh,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_RECURRENT,
     ),
 ]

@@ -207,6 +207,7 @@ def test_fake_tensors_give_fake_outputs(operator: Operator) -> None:
 
 
 def test_fake_tensors_of_a_gpu_need_no_gpu(operator: Operator) -> None:
+    operator.require("fake tensors of a GPU that is not there")
     with FakeTensorMode(), torch.no_grad():
         layer = operator.cls(
             *operator.case.arguments, **operator.case.keywords, device=torch.device("cuda")
@@ -219,6 +220,7 @@ def test_fake_tensors_of_a_gpu_need_no_gpu(operator: Operator) -> None:
 
 
 def test_distributed_tensors_work(operator: Operator, one_process_group: None) -> None:
+    operator.require("distributed tensors")
     operator.require("subclass")
     layer, inputs = operator.build(), operator.inputs(requires_grad=False)
     expected = run(layer, inputs)

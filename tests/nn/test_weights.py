@@ -115,6 +115,7 @@ def test_functional_call_uses_the_tensors_it_is_given(
 def test_functional_call_reaches_every_place_of_a_shared_layer(
     operator: Operator, device: torch.device
 ) -> None:
+    operator.require("functional calls of a shared layer")
     layer, inputs = operator.build(device), operator.inputs(device)
     model = nn.ModuleDict({"a": layer, "b": layer})
     model.forward = lambda *xs: (  # type: ignore[method-assign]

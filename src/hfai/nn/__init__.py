@@ -10,5 +10,6 @@ alone. What the fast path does not cover runs torch's own code.
 
 from hfai.nn.convert import to_hfai, to_torch
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
+from hfai.nn.rnn import GRU, LSTM, RNN
 
-__all__ = ["LayerNorm", "RMSNorm", "to_hfai", "to_torch"]
+__all__ = ["GRU", "LSTM", "RNN", "LayerNorm", "RMSNorm", "to_hfai", "to_torch"]

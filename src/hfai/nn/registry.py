@@ -13,10 +13,14 @@ from torch import nn
 
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.path import Path
+from hfai.nn.rnn import GRU, LSTM, RNN
 
 OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LayerNorm,
     nn.RMSNorm: RMSNorm,
+    nn.LSTM: LSTM,
+    nn.GRU: GRU,
+    nn.RNN: RNN,
 }
 
 TORCH_CLASS = {hfai_class: torch_class for torch_class, hfai_class in OPERATORS.items()}

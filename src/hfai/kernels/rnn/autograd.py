@@ -1,0 +1,255 @@
+"""The autograd node of one recurrent layer, both directions at once.
+
+Forward is one product for the inputs of all steps and one launch; backward is one launch and three
+products a direction. Written in the ctx style and entered below `Function.apply`'s Python wrapper,
+as all operators here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hfai.kernels.coverage import dense, why_watched
+from hfai.kernels.rnn import formula, launch
+from hfai.kernels.rnn.launch import Steps
+from hfai.kernels.rnn.plan import Cell, Precision
+from hfai.kernels.rnn.products import column_sums, common_width, padded, product
+from hfai.kernels.rnn.programs import Configuration
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """How a batch of sequences lies in the input: `Steps` for the kernels, sizes for the host.
+
+    `batch_sizes` is None where all sequences have all steps. `rows_of_steps` [rows], int64, then
+    says nothing; with packed sequences it is the index, step-major and padded, of each packed row.
+    """
+
+    steps: Steps
+    batch_sizes: tuple[int, ...] | None = None
+    rows_of_steps: Tensor | None = None
+
+
+class Layer(Function):
+    """y, hn, cn = layer(x, h0, c0; weights), and its gradients by our kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        h0: Tensor | None,
+        c0: Tensor | None,
+        configuration: Configuration,
+        sequences: Sequences,
+        has_bias: bool,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Run the layer and save the gates, the cells' states and the exchanged h."""
+        made, gates = run(configuration, sequences, x, h0, c0, has_bias, weights, True)
+        ctx.save_for_backward(x, h0, c0, gates, made.cells, made.exchange, *weights)
+        ctx.constants = (configuration, sequences, has_bias)
+        ctx.set_materialize_grads(False)
+        return (made.y, made.hn) if made.cn is None else (made.y, made.hn, made.cn)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the layer backwards, by torch's own operators where this pass is itself watched."""
+        x, h0, c0, gates, cells, exchange, *weights = ctx.saved_tensors
+        configuration, sequences, has_bias = ctx.constants
+        needed = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:])
+        if torch.is_grad_enabled() or why_watched():
+            inputs = (x, h0, c0, *weights)
+            found = _watched_backward(configuration, sequences, has_bias, inputs, gradients, needed)
+        else:
+            saved = (x, c0, gates, cells, exchange)
+            found = _backward(configuration, sequences, has_bias, saved, weights, gradients, needed)
+        return (*found[:3], None, None, None, *found[3:])
+
+
+# `Layer.apply` without the Python wrapper around it.
+apply_layer: Callable[..., tuple[Tensor, ...]] = super(Function, Layer).apply
+
+
+def run(
+    configuration: Configuration,
+    sequences: Sequences,
+    x: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    has_bias: bool,
+    weights: tuple[Tensor, ...],
+    save: bool,
+) -> tuple[launch.Forward, Tensor]:
+    """Run one layer forward.
+
+    Args:
+        configuration: what fits these tensors.
+        sequences: how they lie in x.
+        x: [rows, inputs], contiguous.
+        h0: [directions, batch, hidden], contiguous, or None.
+        c0: as h0.
+        has_bias: whether each direction's weights are four and not two.
+        weights: W_ih, W_hh, b_ih, b_hh of each direction, contiguous.
+        save: whether backward will follow.
+
+    Returns:
+        What `launch.forward` makes, and the gates' buffer as it left it.
+    """
+    plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
+    each = _by_direction(weights, has_bias)
+    gates = x.new_empty(plan.directions, sequences.steps.rows, plan.gate_pitch)
+    columns = plan.cell.gates * plan.hidden
+    width = common_width(x, *(w_ih for w_ih, *_ in each))
+    inputs = padded(x, width).whole
+    for of_direction, (w_ih, *_) in zip(gates, each, strict=True):
+        product(inputs, padded(w_ih, width).whole.t(), of_direction[:, :columns], tf32)
+    made = launch.forward(
+        configuration,
+        sequences.steps,
+        gates,
+        [w_hh for _, w_hh, *_ in each],
+        [(b_ih, b_hh) for _, _, b_ih, b_hh in each] if has_bias else None,
+        h0,
+        c0,
+        save,
+    )
+    return made, gates
+
+
+def _by_direction(weights: Any, has_bias: bool) -> list[tuple[Tensor, ...]]:
+    count = 4 if has_bias else 2
+    return [tuple(weights[i : i + count]) for i in range(0, len(weights), count)]
+
+
+def _backward(
+    configuration: Configuration,
+    sequences: Sequences,
+    has_bias: bool,
+    saved: tuple[Tensor, ...],
+    weights: list[Tensor],
+    gradients: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    x, c0, gates, cells, exchange = saved
+    plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
+    dy, dhn, dcn = (
+        None if gradient is None else dense(gradient) for gradient in (*gradients, None, None)[:3]
+    )
+    each = _by_direction(weights, has_bias)
+    dgates, dh0, dc0 = launch.backward(
+        configuration,
+        sequences.steps,
+        gates,
+        cells,
+        exchange,
+        [w_hh for _, w_hh, *_ in each],
+        c0,
+        dy,
+        dhn,
+        dcn,
+    )
+    count, rows, steps = 4 if has_bias else 2, sequences.steps.rows, sequences.steps.steps
+    columns = plan.cell.gates * plan.hidden
+    inputs = padded(x, common_width(x, ones=has_bias), ones=has_bias)
+    found: list[Tensor | None] = [None, dh0 if needed[1] else None, dc0 if needed[2] else None]
+    for direction, (w_ih, *_) in enumerate(each):
+        need = needed[3 + direction * count : 3 + (direction + 1) * count]
+        all_gates = dgates[direction]
+        # GRU's four are dn, dr, dz, dq: dn belongs to the input, dq to h.
+        shift = plan.hidden if plan.cell is Cell.GRU else 0
+        of_input, of_hidden = all_gates[:, :columns], all_gates[:, shift : shift + columns]
+        if needed[0]:
+            to_input = padded(_in_order_of_input(plan.cell, w_ih), common_width(w_ih))
+            part = x.new_empty(rows, to_input.whole.shape[1])
+            product(of_input, to_input.whole, part, tf32)
+            part = part[:, : x.shape[1]]
+            found[0] = part if found[0] is None else found[0].add_(part)
+        dw_ih = dw_hh = db_ih = db_hh = None
+        if need[0]:
+            dw_ih = x.new_empty(columns, inputs.whole.shape[1])
+            product(of_input.t(), inputs.whole, dw_ih, tf32)
+            dw_ih = _in_order_of_weight(plan.cell, dw_ih)
+        if need[1]:
+            before = exchange[direction, 1:] if direction else exchange[direction, :steps]
+            before = before.reshape(-1, plan.width)
+            if sequences.rows_of_steps is not None:
+                before = before[sequences.rows_of_steps]
+            dw_hh = x.new_empty(columns, plan.width)
+            product(of_hidden.t(), before, dw_hh, tf32)
+        if has_bias and (need[2] or need[3]):
+            if dw_ih is not None and inputs.ones is not None:
+                db_ih = dw_ih[:, inputs.ones].contiguous()
+            else:
+                db_ih = _in_order_of_weight(plan.cell, column_sums(of_input, tf32))
+            # Memory of its own: whoever accumulates into one must not change the other.
+            db_hh = column_sums(of_hidden, tf32) if shift else db_ih.clone()
+        found += [
+            None if dw_ih is None else dw_ih[:, : x.shape[1]],
+            None if dw_hh is None else dw_hh[:, : plan.hidden],
+        ]
+        if has_bias:
+            found += [db_ih if need[2] else None, db_hh if need[3] else None]
+    return found
+
+
+def _in_order_of_input(cell: Cell, weight: Tensor) -> Tensor:
+    """Return W_ih with its rows in the order in which backward.cu leaves the input's gradients."""
+    if cell is not Cell.GRU:
+        return weight
+    reset, update, new = weight.chunk(3)
+    return torch.cat([new, reset, update])
+
+
+def _in_order_of_weight(cell: Cell, gradient: Tensor) -> Tensor:
+    """Undo `_in_order_of_input`."""
+    if cell is not Cell.GRU:
+        return gradient
+    new, reset, update = gradient.chunk(3)
+    return torch.cat([reset, update, new])
+
+
+def _watched_backward(
+    configuration: Configuration,
+    sequences: Sequences,
+    has_bias: bool,
+    inputs: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """The same gradients through torch's operators: double backward, vmap over gradients."""
+    create_graph = torch.is_grad_enabled()
+    plan, steps = configuration.plan, sequences.steps
+    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        x, h0, c0, *weights = inputs
+        assert x is not None
+        each = [
+            tuple(part) if has_bias else (*part, None, None)
+            for part in _by_direction(weights, has_bias)
+        ]
+        sizes = sequences.batch_sizes or (steps.batch,) * steps.steps
+        outputs = formula.layer(plan.cell, x, sizes, each, h0, c0)  # type: ignore[arg-type]
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, (*gradients, None)[:3], strict=True)
+            if output is not None and gradient is not None
+        ]
+        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                wanted,
+                [gradient for _, gradient in pairs],
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        )
+    return [
+        next(found) if need and t is not None else None
+        for t, need in zip(inputs, needed, strict=True)
+    ]

@@ -1,0 +1,33 @@
+// What the recurrent layers differ in: gates a unit, and the functions between the products.
+//
+// LSTM  i, f, g, o;  c' = f c + i g,  h' = o tanh(c')
+// GRU   r, z, n;     n = tanh(x_n + r q), q = W_hn h + b_hn,  h' = (1 - z) n + z h
+// RNN   h' = tanh or relu
+
+constexpr int LSTM = 0, GRU = 1, RNN_TANH = 2, RNN_RELU = 3;
+constexpr int GATES = CELL == LSTM ? 4 : CELL == GRU ? 3 : 1;
+// Values a unit that are kept for backward, side by side with the gates' inputs, and gradients a
+// unit that it makes. GRU keeps r, z, n, q and makes dn, dr, dz, dq: the first three belong to the
+// input's product, the last three to the recurrent one.
+constexpr int KEPT = CELL == LSTM || CELL == GRU ? 4 : 1;
+constexpr int ROWS = GATES * UNITS;  // of the recurrent matrix, a block's; row = unit * GATES + gate
+
+__device__ __forceinline__ float sigmoid(float x) {
+  if constexpr (PRECISION == SPLIT)
+    return __fdividef(1.0f, 1.0f + expf(-x));
+  else
+    return __fdividef(1.0f, 1.0f + __expf(-x));
+}
+// The fast form is right to 1e-7 absolutely, where TF32 and half precision see no more.
+__device__ __forceinline__ float hyperbolic_tangent(float x) {
+  if constexpr (PRECISION == SPLIT)
+    return tanhf(x);
+  else
+    return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
+}
+__device__ __forceinline__ float activation(float x) {
+  if constexpr (CELL == RNN_RELU)
+    return x > 0.0f || x != x ? x : 0.0f;
+  else
+    return hyperbolic_tangent(x);
+}

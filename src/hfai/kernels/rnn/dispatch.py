@@ -1,0 +1,103 @@
+"""Which plan a layer gets, and the sizes at which torch's own kernels are left to it.
+
+A step takes as long as its exchanges between blocks, each tile's products, and the bytes that go
+through the second-level cache; groups that do not fit on the device at once come one after the
+other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from hfai.kernels.jit import DeviceLimits
+from hfai.kernels.rnn.plan import Cell, Plan, Precision
+
+UNITS = (8, 16)
+TILES = (1, 2, 4, 8)
+WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
+
+# Measured on an H200 (docs/kernels/rnn.md): below these cuDNN's own small kernels, or its launches
+# a step, take less time than ours; beyond the last its matrix products are well filled.
+FEWEST_STEPS = 32
+FEWEST_UNITS = {Cell.LSTM: 129, Cell.GRU: 193, Cell.RNN_TANH: 385, Cell.RNN_RELU: 385}
+MOST_TILES = 4
+
+# Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
+# being sent: forward waits so many cycles first. With fewer blocks that gains nothing.
+LOOK_AFTER = 600
+MANY_BLOCKS = 64
+
+# Microseconds of a step of both passes, fitted to ten plans measured on an H200: the exchanges, a
+# tile's products and sums for 16 rows, and what backward sends, in bytes a microsecond.
+EXCHANGE = 2.5
+TILE = 0.65
+SENT_BYTES = 1.7e6
+
+
+@functools.cache
+def choose(
+    cell: Cell,
+    hidden: int,
+    directions: int,
+    batch: int,
+    precision: Precision,
+    limits: DeviceLimits,
+) -> Plan | None:
+    """Return the plan that should be the fastest, or None where none fits the device."""
+    fitting = [
+        plan for plan in _plans(cell, hidden, directions, batch, precision) if plan.fits(limits)
+    ]
+    if not fitting:
+        return None
+
+    def cost(plan: Plan) -> tuple[float, ...]:
+        return (
+            _step_time(plan, batch, limits),
+            not plan.wide_rest,  # accuracy, where it costs no time
+            plan.units if plan.cell.gates > 1 else -plan.units,
+            # Forward has more to keep in registers, backward more to do between two waits.
+            plan.forward_warps,
+            -plan.backward_warps,
+        )
+
+    return min(fitting, key=cost)
+
+
+def _plans(
+    cell: Cell, hidden: int, directions: int, batch: int, precision: Precision
+) -> Iterator[Plan]:
+    columns = 4 if precision is Precision.SPLIT or batch <= 4 else 8
+    for units in UNITS:
+        look_after = LOOK_AFTER if -(-hidden // units) >= MANY_BLOCKS else 0
+        for tiles in TILES:
+            if tiles > 1 and (tiles // 2) * columns >= batch:
+                break  # more tiles than sequences
+            for forward_warps, backward_warps in WARPS:
+                for wide in (True, False) if precision is Precision.SPLIT else (False,):
+                    yield Plan(
+                        cell, hidden, directions, precision, units, columns, tiles,
+                        forward_warps, backward_warps, wide, forward_look_after=look_after,
+                    )  # fmt: skip
+
+
+def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:
+    groups, waves = plan.groups(batch), _waves(plan, batch, limits)
+    sent = 2 * plan.mailbox_floats(groups)  # bytes a step: half of the floats, 4 bytes each
+    return waves * (EXCHANGE + TILE * plan.tiles * plan.row_tiles) + sent / SENT_BYTES
+
+
+def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
+    at_once = limits.multiprocessors // plan.blocks
+    return -(-plan.groups(batch) // at_once)
+
+
+def why_torch_is_faster(plan: Plan, batch: int, steps: int, limits: DeviceLimits) -> str | None:
+    """Return why a call of this size is left to torch, or None where our kernels are faster."""
+    if steps < FEWEST_STEPS:
+        return f"{steps} steps are too few to pay for loading the weights"
+    if plan.hidden < FEWEST_UNITS[plan.cell]:
+        return f"cuDNN has a faster kernel for {plan.hidden} hidden units"
+    if _waves(plan, batch, limits) * plan.tiles > MOST_TILES:
+        return f"a batch of {batch} is faster as one matrix product a step"
+    return None

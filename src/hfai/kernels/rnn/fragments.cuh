@@ -1,0 +1,126 @@
+// Matrix fragments that stay in registers for the whole sequence, and their products.
+//
+// A chunk is 64 bytes of the summed dimension: CHUNK elements, of which lane q of a quad (lane % 4)
+// has 16 contiguous bytes, four words. One 16-byte load is thus a lane's share of the right operand
+// for two products: product s takes words 2s and 2s + 1. The left operand is laid out to match.
+//
+// PRECISION says how fp32 is multiplied:
+//   TF32  both operands rounded to TF32, one product.
+//   SPLIT fp32's accuracy on tensor cores: the left operand is kept as TF32 and the rest (as TF32
+//         too if WIDE_REST, else in bf16, which takes half the registers and leaves an error of
+//         some 1.5e-7 in each weight), the right one as its high part in columns 0..3 and the rest
+//         in columns 4..7. A tile thus has four columns of results, each the sum of two.
+//   HALF  T is a half-precision type, products are exact, sums are fp32.
+
+constexpr int TF32 = 0, SPLIT = 1, HALF = 2;
+constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));  // elements in 16 bytes
+constexpr int CHUNK = 4 * VECTOR;
+constexpr int PER_WORD = 4 / static_cast<int>(sizeof(T));
+static_assert((PRECISION == HALF) == (sizeof(T) == 2), "PRECISION fits T");
+static_assert(PRECISION != SPLIT || COLUMNS == 4, "the other columns hold the rest");
+
+// Two values as they lie in memory; only half precision is kept that way.
+template <class H>
+__device__ __forceinline__ u32 side_by_side(H first, H second) {
+  return static_cast<u32>(first.bits) | static_cast<u32>(second.bits) << 16;
+}
+template <>
+__device__ __forceinline__ u32 side_by_side<float>(float, float) {
+  return 0;
+}
+
+// One chunk of the right operand, a lane's share: its own words and, for a rest in bf16, pairs.
+struct RightOperand {
+  u32 word[4];
+  u32 pair[2];
+
+  RightOperand() = default;
+  // Takes the chunk's values as they were exchanged.
+  __device__ __forceinline__ explicit RightOperand(const u32 (&value)[4]) {
+    const bool upper = threadIdx.x % 32 >= 16;  // columns 4..7
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      word[i] = value[i];
+      if constexpr (PRECISION == SPLIT) {
+        const float whole = __uint_as_float(value[i]);
+        word[i] = round_to_tf32(whole);
+        if (upper) word[i] = round_to_tf32(whole - __uint_as_float(word[i]));
+      }
+    }
+    if constexpr (PRECISION == SPLIT && !WIDE_REST) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float first = __uint_as_float(value[2 * i]), second = __uint_as_float(value[2 * i + 1]);
+        pair[i] = pack_pair<BFloat16>(first, second);
+        if (upper)
+          pair[i] = pack_pair<BFloat16>(first - __uint_as_float(pair[i] << 16),
+                                        second - __uint_as_float(pair[i] & 0xffff0000u));
+      }
+    }
+  }
+};
+
+// 16 rows by CHUNKS chunks of the left operand.
+template <int CHUNKS>
+struct Fragment {
+  static constexpr int REST = PRECISION != SPLIT ? 1 : WIDE_REST ? 8 : 4;
+  u32 high[CHUNKS][8];
+  u32 low[PRECISION == SPLIT ? CHUNKS : 1][REST];
+
+  // `element(row, k)` returns the matrix's values as T, zero outside of it; rows count from this
+  // tile's first, k from the first chunk's.
+  template <class Element>
+  __device__ __forceinline__ void load(const Element& element) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // product i / 4, register i % 4
+        const int r = row + 8 * (i % 2), word = i / 4 * 2 + i % 4 / 2;
+        const int k = c * CHUNK + quad * VECTOR + word * PER_WORD;
+        if constexpr (PRECISION == HALF) {
+          high[c][i] = side_by_side(element(r, k), element(r, k + 1));
+        } else {
+          high[c][i] = round_to_tf32(to_float(element(r, k)));
+          if constexpr (PRECISION == SPLIT && WIDE_REST)
+            low[c][i] = round_to_tf32(rest(to_float(element(r, k))));
+        }
+      }
+      if constexpr (PRECISION == SPLIT && !WIDE_REST) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // words 0 and 1, then 2 and 3
+          const int r = row + 8 * (i % 2), k = c * CHUNK + quad * VECTOR + i / 2 * 2;
+          low[c][i] =
+              pack_pair<BFloat16>(rest(to_float(element(r, k))), rest(to_float(element(r, k + 1))));
+        }
+      }
+    }
+  }
+
+  // Adds this tile's product with chunk `c` of the right operand.
+  __device__ __forceinline__ void multiply(float (&sum)[4], int c, const RightOperand& right) const {
+    if constexpr (PRECISION == HALF) {
+      multiply_half<T>(sum, high[c], right.word[0], right.word[1]);
+      multiply_half<T>(sum, high[c] + 4, right.word[2], right.word[3]);
+    } else {
+      if constexpr (PRECISION == SPLIT && WIDE_REST) {  // small numbers first
+        multiply_tf32(sum, low[c], right.word[0], right.word[1]);
+        multiply_tf32(sum, low[c] + 4, right.word[2], right.word[3]);
+      } else if constexpr (PRECISION == SPLIT) {
+        multiply_half<BFloat16>(sum, low[c], right.pair[0], right.pair[1]);
+      }
+      multiply_tf32(sum, high[c], right.word[0], right.word[1]);
+      multiply_tf32(sum, high[c] + 4, right.word[2], right.word[3]);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ float rest(float value) {
+    return value - __uint_as_float(round_to_tf32(value));
+  }
+};
+
+// What is exchanged in TF32 mode is rounded once by whoever made it.
+__device__ __forceinline__ float as_exchanged(float value) {
+  return PRECISION == TF32 ? __uint_as_float(round_to_tf32(value)) : value;
+}

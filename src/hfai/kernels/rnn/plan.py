@@ -1,0 +1,201 @@
+"""How a recurrent layer is laid out on a device: who owns which units, and whether it fits at all.
+
+A group of blocks runs one direction for a slice of the batch, all its steps in one launch, with the
+recurrent matrix in registers. What decides is how many registers a thread needs for its share of
+the matrix, and how many blocks the device runs at once. None of it depends on the number of steps.
+The estimates are checked against the assembler's own figures in tests/kernels/rnn.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from hfai.kernels.jit import DeviceLimits
+
+SHARED_BYTES_RESERVED = 1024
+MOST_REGISTERS = {8: 255, 16: 128}
+"""Of a thread, by the warps of a block: a multiprocessor has 65 536."""
+
+
+class Cell(enum.IntEnum):
+    """Which recurrence; the values are those of cells.cuh."""
+
+    LSTM = 0
+    GRU = 1
+    RNN_TANH = 2
+    RNN_RELU = 3
+
+    @property
+    def gates(self) -> int:
+        """Rows of the weights for each hidden unit."""
+        return (4, 3, 1, 1)[self]
+
+    @property
+    def kept(self) -> int:
+        """Values for each hidden unit and step in the gates' buffer; at least `gates`."""
+        return (4, 4, 1, 1)[self]
+
+    @property
+    def has_c(self) -> bool:
+        """Whether there is a cell state beside h."""
+        return self is Cell.LSTM
+
+
+class Precision(enum.IntEnum):
+    """How products are made; the values are those of fragments.cuh."""
+
+    TF32 = 0
+    SPLIT = 1
+    """fp32's own accuracy, on tensor cores in three parts."""
+    HALF = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launch shape and compile-time constants of forward.cu and backward.cu."""
+
+    cell: Cell
+    hidden: int
+    directions: int
+    precision: Precision
+    units: int
+    """Hidden units that a block owns."""
+    columns: int
+    """Sequences that one tile of the tensor cores' products takes."""
+    tiles: int
+    """Tiles that a group of blocks takes."""
+    forward_warps: int
+    backward_warps: int
+    wide_rest: bool = False
+    """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
+    most_at_once: int = 4
+    """Bound on `forward_at_once`: looks that fail cost everybody bandwidth."""
+    forward_look_after: int = 0
+    """Cycles after sending that a block waits before it first looks for what others sent."""
+    backward_look_after: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a group."""
+        return -(-self.hidden // self.units)
+
+    @property
+    def width(self) -> int:
+        """Elements of one sequence's h in the exchanged buffer."""
+        return self.blocks * self.units
+
+    @property
+    def gate_pitch(self) -> int:
+        """Elements of a row of gates, a multiple of 8 so that matrix products are aligned."""
+        return -(-self.cell.kept * self.hidden // 8) * 8
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the batch that a group takes."""
+        return self.tiles * self.columns
+
+    @property
+    def cells(self) -> int:
+        """Floats of one message between two blocks in backward."""
+        return self.units * self.sequences
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows that a block's share of the recurrent matrix makes."""
+        return -(-self.cell.gates * self.units // 16)
+
+    def groups(self, batch: int) -> int:
+        """Return the groups that a batch of so many sequences makes."""
+        return self.directions * -(-batch // self.sequences)
+
+    def mailbox_floats(self, groups: int) -> int:
+        """Return the size of backward's `mailbox` for so many groups, in floats."""
+        return 2 * groups * self.blocks**2 * self.cells
+
+    @property
+    def forward_shared_bytes(self) -> int:
+        """Dynamic shared memory of forward.cu."""
+        rows = 16 * self.row_tiles + 4
+        return 4 * 2 * self.tiles * self.forward_warps * 8 * rows
+
+    @property
+    def backward_shared_bytes(self) -> int:
+        """Dynamic shared memory of backward.cu."""
+        vectors = self.cells // 4
+        partials = 32 * self.backward_warps // max(32, vectors)
+        chunks = self._backward_chunks
+        pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
+        return 4 * (partials * self.cells + self.sequences * pitch)
+
+    @property
+    def forward_registers(self) -> int:
+        """An estimate of forward.cu's registers a thread."""
+        m_tiles = self.row_tiles
+        chunks = -(-self.width // (self._chunk * self.forward_warps))
+        share = 4 if self.cell.gates > 1 else 1
+        items = -(-self.cells * share // (32 * self.forward_warps))
+        loads = self.forward_at_once * min(self.tiles, 2)
+        return (
+            m_tiles * chunks * self._fragment_registers + 4 * loads + 8 * m_tiles + 5 * items + 24
+        )
+
+    @property
+    def backward_registers(self) -> int:
+        """An estimate of backward.cu's registers a thread."""
+        m_tiles = -(-self.width // (16 * self.backward_warps))
+        items = -(-self.cells // (32 * self.backward_warps))
+        weights = m_tiles * self._backward_chunks * self._fragment_registers
+        return weights + 16 + (self.cell.kept + 5) * items + 28
+
+    @property
+    def forward_at_once(self) -> int:
+        """Chunks of h that a thread of forward.cu asks for before it looks at the first."""
+        chunks = -(-self.width // (self._chunk * self.forward_warps))
+        return min(chunks, self.most_at_once)
+
+    def fits(self, limits: DeviceLimits) -> bool:
+        """Whether a group can run on such a device."""
+        room = limits.shared_bytes_per_block - SHARED_BYTES_RESERVED
+        threads = 32 * self.backward_warps
+        return (
+            self.blocks <= limits.multiprocessors
+            and self.cells // 4 <= threads
+            and self.forward_shared_bytes <= room
+            and self.backward_shared_bytes <= room
+            and self.forward_registers <= MOST_REGISTERS[self.forward_warps]
+            and self.backward_registers <= MOST_REGISTERS[self.backward_warps]
+        )
+
+    def constants(self, *, forward: bool) -> dict[str, int | bool]:
+        """Return what the sources take by these names."""
+        return {
+            "CELL": int(self.cell),
+            "HIDDEN": self.hidden,
+            "DIRECTIONS": self.directions,
+            "PRECISION": int(self.precision),
+            "UNITS": self.units,
+            "BLOCKS": self.blocks,
+            "COLUMNS": self.columns,
+            "TILES": self.tiles,
+            "WIDE_REST": self.wide_rest,
+            "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
+            **({"AT_ONCE": self.forward_at_once} if forward else {}),
+            "WARPS": self.forward_warps if forward else self.backward_warps,
+            "GATE_PITCH": self.gate_pitch,
+        }
+
+    @property
+    def _chunk(self) -> int:
+        return 32 if self.precision == Precision.HALF else 16
+
+    @property
+    def _backward_chunks(self) -> int:
+        return -(-self.cell.gates * self.units // self._chunk)
+
+    @property
+    def _fragment_registers(self) -> int:
+        """Registers that 16 rows of one chunk take."""
+        if self.precision == Precision.SPLIT:
+            return 16 if self.wide_rest else 12
+        return 8

@@ -1,0 +1,197 @@
+"""Matrix products around the recurrence, in the precision that torch's switch for recurrence asks.
+
+`torch.mm` follows the switch for matrix products, not the one for recurrence, and a switch is the
+whole process's: it must not be turned for a moment, since other threads compute too. cuBLAS itself
+takes the precision with each call, so fp32 products go to it directly, with torch's own handle,
+stream and workspace. Where the library can't be called, `torch.mm` has the product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfai.kernels import jit
+
+# Of cublas_api.h and library_types.h.
+_NO_TRANSPOSE, _TRANSPOSE = 0, 1
+_CUDA_R_32F = 0
+_COMPUTE_32F_PEDANTIC, _COMPUTE_32F_FAST_TF32 = 69, 77
+_DEFAULT_ALGORITHM = -1
+
+# cuBLAS loads and stores element by element where a row does not start on 16 bytes or a dimension
+# is no multiple of a vector: on an H200, 4000x985 times 985x3940 in TF32 took 0.37 ms that way. A
+# copy is worth it where the product does many operations on each element.
+_PADDED_TO = 8  # elements
+_WORTH_PADDING = 1 << 18
+_PAD_THREADS = 256
+
+_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
+    """Compute a [m, k] times b [k, n] into out [m, n].
+
+    Args:
+        a: a matrix, one of whose dimensions is contiguous.
+        b: likewise.
+        out: a matrix whose rows are contiguous; it may be part of a wider one.
+        tf32: whether fp32 operands may be rounded to TF32.
+    """
+    if out.dtype is torch.float32 and out.is_cuda and 0 not in (*a.shape, *b.shape):
+        gemm = _gemm_ex()
+        # Without TF32 torch.mm is right unless the switch for matrix products is on.
+        if gemm is not None and (tf32 or _mm_may_use_tf32()):
+            _call(gemm, a, b, out, _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F_PEDANTIC)
+            return
+    torch.mm(a, b, out=out)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A matrix as products want it: itself, or a copy with columns of zeros added.
+
+    `ones` is the index of an added column of ones, where there is one.
+    """
+
+    whole: Tensor
+    ones: int | None = None
+
+
+def _mm_may_use_tf32() -> bool:
+    """Return whether torch's switch for matrix products lets torch.mm round fp32 to TF32."""
+    if _fp32_precision is not None:  # torch 2.9 and later; the old switch then may raise
+        return bool(_fp32_precision("cuda", "matmul") == "tf32")
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+def common_width(*matrices: Tensor, ones: bool = False) -> int:
+    """Return the length of row to which `padded` should bring matrices of equally many columns.
+
+    Args:
+        matrices: their rows contiguous.
+        ones: whether there shall be room for a column of ones, if there are copies anyway.
+    """
+    columns = matrices[0].shape[1]
+    is_good = all(
+        columns % _PADDED_TO == 0
+        and matrix.stride(0) % _PADDED_TO == 0
+        and matrix.data_ptr() % 16 == 0
+        for matrix in matrices
+    )
+    if is_good or max(matrix.numel() for matrix in matrices) < _WORTH_PADDING:
+        return columns
+    return -(-(columns + ones) // _PADDED_TO) * _PADDED_TO
+
+
+def padded(matrix: Tensor, width: int, ones: bool = False) -> Padded:
+    """Return a matrix with rows of `width`, copied if it has others.
+
+    Args:
+        matrix: its rows contiguous.
+        width: what `common_width` returned.
+        ones: whether one of the new columns, if there are any, shall be ones.
+    """
+    rows, columns = matrix.shape
+    if width == columns:
+        return Padded(matrix)
+    room = matrix.new_empty(rows, width)
+    _copy(matrix, room, columns if ones else -1)
+    return Padded(room, columns if ones else None)
+
+
+def column_sums(matrix: Tensor, tf32: bool) -> Tensor:
+    """Return the sum over rows, as a product with ones.
+
+    `Tensor.sum` takes scratch memory of several times the matrix for this shape.
+    """
+    ones = matrix.new_ones(matrix.shape[0], _PADDED_TO)
+    sums = matrix.new_empty(matrix.shape[1], _PADDED_TO)
+    product(matrix.t(), ones, sums, tf32)
+    return sums[:, 0].contiguous()
+
+
+def _copy(matrix: Tensor, room: Tensor, ones: int) -> None:
+    columns = matrix.shape[1]
+    if not matrix.is_cuda:
+        room.zero_()[:, :columns] = matrix
+        if ones >= 0:
+            room[:, ones] = 1
+        return
+    device = matrix.get_device()
+    _pad_kernel(device, matrix.dtype).launch(
+        matrix.shape[0],
+        torch._C._cuda_getCurrentRawStream(device),
+        matrix.data_ptr(),
+        room.data_ptr(),
+        columns,
+        matrix.stride(0),
+        room.stride(0),
+        ones,
+    )
+
+
+@functools.cache
+def _pad_kernel(device: int, dtype: torch.dtype) -> jit.Kernel:
+    text = jit.program_text(["rnn/pad.cu"], {"THREADS": _PAD_THREADS}, {"T": dtype})
+    return jit.load(text, "hfai_rnn_pad", device, block=_PAD_THREADS)
+
+
+def _call(gemm: ctypes._NamedFuncPointer, a: Tensor, b: Tensor, out: Tensor, compute: int) -> None:
+    """Call cublasGemmEx. It counts by columns, and so computes out^T = b^T a^T."""
+    (m, k), n = a.shape, b.shape[1]
+    b_operation, b_leading = _as_columns(b)
+    a_operation, a_leading = _as_columns(a)
+    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    code = gemm(
+        torch.cuda.current_blas_handle(),  # type: ignore[no-untyped-call]
+        b_operation,
+        a_operation,
+        n,
+        m,
+        k,
+        ctypes.byref(one),
+        b.data_ptr(),
+        _CUDA_R_32F,
+        b_leading,
+        a.data_ptr(),
+        _CUDA_R_32F,
+        a_leading,
+        ctypes.byref(zero),
+        out.data_ptr(),
+        _CUDA_R_32F,
+        out.stride(0),
+        compute,
+        _DEFAULT_ALGORITHM,
+    )
+    if code:
+        raise RuntimeError(f"cublasGemmEx failed with status {code} for [{m}, {k}] x [{k}, {n}]")
+
+
+def _as_columns(matrix: Tensor) -> tuple[int, int]:
+    """Return cuBLAS's operation and leading dimension for the transpose of a matrix."""
+    if matrix.stride(1) == 1:
+        return _NO_TRANSPOSE, max(matrix.stride(0), matrix.shape[1])
+    return _TRANSPOSE, max(matrix.stride(1), matrix.shape[0])
+
+
+@functools.cache
+def _gemm_ex() -> ctypes._NamedFuncPointer | None:
+    """Return cublasGemmEx of the library that torch has loaded, or None."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
+        gemm = library.cublasGemmEx
+    except (OSError, AttributeError):
+        return None
+    integer, pointer = ctypes.c_int, ctypes.c_void_p
+    gemm.restype = integer
+    matrix = (pointer, integer, integer)
+    sizes = (integer,) * 5
+    gemm.argtypes = (pointer, *sizes, pointer, *matrix, *matrix, pointer, *matrix, integer, integer)
+    return gemm

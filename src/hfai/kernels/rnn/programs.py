@@ -1,0 +1,75 @@
+"""The compiled recurrent kernels: made on first use for one configuration, and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hfai.kernels import cooperative, jit
+from hfai.kernels.rnn.plan import Plan
+
+COMMON = ["rnn/machine.cuh", "rnn/fragments.cuh", "rnn/exchange.cuh", "rnn/cells.cuh"]
+FORWARD = [*COMMON, "rnn/forward.cu"]
+BACKWARD = [*COMMON, "rnn/backward.cu"]
+
+# Looks at memory before a wait is given up: some seconds.
+PATIENCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Program:
+    """One kernel of a plan and how many groups of blocks the device runs at once."""
+
+    kernel: jit.Kernel
+    groups_at_once: int
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """All that fixes which kernels a layer takes, and those kernels once they were needed."""
+
+    device: int
+    dtype: torch.dtype
+    plan: Plan
+    _programs: dict[str, Program] = field(default_factory=dict, compare=False, repr=False)
+
+    def forward(self, save: bool) -> Program:
+        """Return the forward program; `save`: whether it leaves behind what backward needs."""
+        key = "forward" if save else "inference"
+        program = self._programs.get(key)
+        if program is None:
+            constants = self.plan.constants(forward=True) | {"SAVE": save}
+            program = self._programs[key] = self._load(
+                FORWARD,
+                "hfai_rnn_forward",
+                constants,
+                32 * self.plan.forward_warps,
+                self.plan.forward_shared_bytes,
+            )
+        return program
+
+    def backward(self) -> Program:
+        """Return the backward program."""
+        program = self._programs.get("backward")
+        if program is None:
+            program = self._programs["backward"] = self._load(
+                BACKWARD,
+                "hfai_rnn_backward",
+                self.plan.constants(forward=False),
+                32 * self.plan.backward_warps,
+                self.plan.backward_shared_bytes,
+            )
+        return program
+
+    def _load(
+        self,
+        sources: list[str],
+        name: str,
+        constants: dict[str, int | bool],
+        block: int,
+        shared_bytes: int,
+    ) -> Program:
+        text = jit.program_text(sources, constants | {"PATIENCE": PATIENCE}, {"T": self.dtype})
+        kernel = cooperative.load(text, name, self.device, block=block, shared_bytes=shared_bytes)
+        return Program(kernel, kernel.resident_blocks // self.plan.blocks)
