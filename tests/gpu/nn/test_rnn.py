@@ -71,7 +71,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
         ("GRU", 985, 4, FP32, {}),
         ("GRU", 333, 17, BF16, {"bidirectional": True}),
         ("RNN", 500, 3, FP32, {}),
-        ("RNN", 129, 1, FP32, {"nonlinearity": "relu", "bias": False}),
+        ("RNN", 401, 1, FP32, {"nonlinearity": "relu", "bias": False}),
     ],
 )
 @pytest.mark.parametrize("tf32", [False, True])
@@ -83,7 +83,7 @@ def test_errors_are_at_most_one_and_a_half_times_torchs(
     ours, torchs, double = layers(kind, hidden, dtype, **options)
     x = torch.randn(40, batch, hidden, device=CUDA).to(dtype)
     with torch.backends.cudnn.flags(allow_tf32=tf32):
-        assert is_ours(ours, x)
+        assert is_ours(ours, x) == (dtype != FP32 or tf32)  # fp32's own precision is torch's
         triples = zip(results(ours, x), results(torchs, x), results(double, x), strict=True)
         for one, other, expected in triples:
             allowed = max(1.5 * error(other, expected), NOISE[dtype])

@@ -51,7 +51,8 @@ def test_the_reference_layer_stays_on_a_hopper_gpu(precision: Precision) -> None
     for cell in Cell:
         plan = dispatch.choose(cell, 985, 1, 4, precision, HOPPER)
         assert plan is not None
-        assert dispatch.why_torch_is_faster(plan, 4, 1000, HOPPER) is None
+        reason = dispatch.why_left_to_torch(plan, 4, 1000, HOPPER)
+        assert (reason is None) == (precision not in dispatch.LESS_ACCURATE)
 
 
 def test_both_directions_of_a_layer_run_side_by_side_where_they_fit() -> None:
@@ -67,7 +68,7 @@ def test_weights_that_do_not_fit_have_no_plan() -> None:
 def _why(hidden: int, batch: int, steps: int) -> str:
     plan: Plan | None = dispatch.choose(Cell.LSTM, hidden, 1, batch, Precision.TF32, HOPPER)
     assert plan is not None
-    reason = dispatch.why_torch_is_faster(plan, batch, steps, HOPPER)
+    reason = dispatch.why_left_to_torch(plan, batch, steps, HOPPER)
     assert reason is not None
     return reason
 
@@ -76,3 +77,6 @@ def test_what_is_left_to_torch_is_said_in_words() -> None:
     assert "8 steps" in _why(985, 4, 8)
     assert "64 hidden units" in _why(64, 4, 1000)
     assert "batch of 512" in _why(985, 512, 1000)
+    exact = dispatch.choose(Cell.LSTM, 985, 1, 4, Precision.SPLIT, HOPPER)
+    assert exact is not None
+    assert "error" in str(dispatch.why_left_to_torch(exact, 4, 1000, HOPPER))
