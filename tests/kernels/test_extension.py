@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from hfai.kernels import extension
+from hfai.kernels import compiler, extension
 from hfai.kernels.extension import Extension
 
 pytestmark = pytest.mark.skipif(
-    extension.find_compiler() is None, reason="needs a C++ compiler, and none was found"
+    compiler.find_compiler() is None, reason="needs a C++ compiler, and none was found"
 )
+
+REAL = shlex.join(compiler.find_compiler() or [])
 
 SOURCE = """
 #include <Python.h>
@@ -45,6 +48,16 @@ Extension(sys.argv[1], "answer").request(print)
 while not os.path.getsize(sys.argv[2]):
     time.sleep(0.01)
 """
+# One that forks while the compiler is at work, and stays, as does its child.
+ASK_AND_FORK = """
+import os, sys, time
+from hfai.kernels.extension import Extension
+Extension(sys.argv[1], "answer").request(print)
+while not os.path.getsize(sys.argv[2]):
+    time.sleep(0.01)
+os.fork()
+time.sleep(100)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +65,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of the test's own."""
     monkeypatch.setenv("HFAI_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("HFAI_EXTENSIONS", raising=False)
-    extension._version_of.cache_clear()
+    compiler.version_of.cache_clear()
     return tmp_path / "cache"
 
 
@@ -69,7 +82,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     counter, wrapper = tmp_path / "runs", tmp_path / "c++"
     wrapper.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] || {{ echo run >> {counter}; sleep ${{PAUSE:-1}}; }}\n'
-        f'exec {extension.find_compiler()} "$@"\n'
+        f'exec {REAL} "$@"\n'
     )
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(wrapper))
@@ -193,14 +206,65 @@ def test_it_can_be_switched_off(source: str, monkeypatch: pytest.MonkeyPatch) ->
     assert asked.reason == extension.DISABLED
 
 
-def test_a_binary_that_cannot_be_loaded_is_named(source: str, cache: Path) -> None:
+def test_a_binary_that_cannot_be_loaded_is_made_once_more(
+    source: str, cache: Path, compilations: Path
+) -> None:
     assert _ask(source).communicate(timeout=60)[0].strip() == "42"
     (binary,) = cache.rglob("answer*.so")
     binary.write_bytes(b"no library")
+    assert _ask(source).communicate(timeout=60)[0].strip() == "42"
+    assert _runs(compilations) == 2
+
+
+def test_a_compiler_killed_for_memory_is_asked_again(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = tmp_path / "short of memory"
+    wrapper.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo old && exit\n'
+        "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1\n"
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", shlex.quote(str(wrapper)))
     asked = Extension(source, "answer")
     assert asked.wait() is None
-    assert asked.reason is not None
-    assert binary.name in asked.reason
+    assert "Killed" in str(asked.reason)
+    wrapper.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo old && exit\nexec {REAL} "$@"\n')
+    assert Extension(source, "answer").wait() is not None
+
+
+def test_a_compiler_may_be_several_words(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", f"env {REAL} -DUNUSED")
+    assert Extension(source, "answer").wait() is not None
+
+
+def test_a_process_forked_meanwhile_does_not_keep_others_waiting(
+    source: str, compilations: Path
+) -> None:
+    forking = subprocess.Popen(
+        [sys.executable, "-c", ASK_AND_FORK, source, str(compilations)],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _until(lambda: _runs(compilations) == 1)
+        assert _ask(source).communicate(timeout=60)[0].strip() == "42"
+        assert forking.poll() is None, "its child still has the lock's file open"
+    finally:
+        os.killpg(forking.pid, signal.SIGKILL)
+        forking.wait(60)
+
+
+def test_what_a_compiler_calls_itself_need_not_be_text(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapper = tmp_path / "c++"
+    wrapper.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && printf "\\377\\376" && exit\nexec {REAL} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    assert Extension(source, "answer").wait() is not None
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import shutil
+import shlex
 import subprocess
 import sys
 
 from hfai import __version__
 from hfai.doctor.check import Check, one_line, with_version
+from hfai.kernels.compiler import find_compiler
 
 OLDEST_PYTHON = (3, 10)
 NEWEST_TESTED_PYTHON = (3, 13)
@@ -48,16 +49,15 @@ def packages() -> Check:
 
 def compiler() -> Check:
     """Look for a C++ compiler: hfai's build, its autograd nodes and torch.compile use it."""
-    chosen = os.environ.get("CXX")
-    for name in [chosen] if chosen else ["c++", "g++", "clang++"]:
-        path = shutil.which(name)
-        if path is None:
-            continue
-        version = _first_line([path, "--version"])
+    command = find_compiler()
+    if command is not None:
+        shown = shlex.join(command)
+        version = _first_line([*command, "--version"])
         if version:
-            return Check("C++ compiler", "ok", f"{path}, {version}")
-        remedy = f"see what {path} --version prints, or name another compiler in CXX"
-        return Check("C++ compiler", "broken", f"{path} does not run", remedy)
+            return Check("C++ compiler", "ok", f"{shown}, {version}")
+        remedy = f"see what {shown} --version prints, or name another compiler in CXX"
+        return Check("C++ compiler", "broken", f"{shown} does not run", remedy)
+    chosen = os.environ.get("CXX")
     if chosen:
         return Check(
             "C++ compiler", "broken", f"CXX names {chosen}, which is not found", "correct CXX"

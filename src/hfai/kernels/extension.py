@@ -15,34 +15,36 @@ same time wait for one of them by a file lock.
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from hfai.kernels.compiler import find_compiler, version_of
 from hfai.kernels.jit import KERNELS, cache_directory
 
 # Part of every source's digest.
 SHARED = ["native/driver.hpp"]
 DISABLED = "HFAI_EXTENSIONS is 0"
-# $0: the binary; $1: the mark of a failure that would repeat itself (a signal is none); then the
-# command.
+# $0: the binary; then the command. The file is on disk before it has its name: a library cut
+# short by a power failure would crash whoever loads it.
 SCRIPT = """
-failed=$1; shift
-"$@" -o "$0.new" && mv -f "$0.new" "$0" && exit
-status=$?; rm -f "$0.new"
-if [ $status -lt 128 ]; then : > "$failed"; fi
+"$@" -o "$0.new" && { sync "$0.new" 2>/dev/null || sync; } && mv -f "$0.new" "$0" && exit
+status=$?; rm -f "$0.new"; exit $status
 """
+# What the compiler says where it did not fail by itself: it may be asked again.
+OUTSIDE_CAUSES = ("Killed signal", "terminated program", "No space left", "memory exhausted")
+FAILURE_KEPT_SECONDS = 24 * 3600.0
+POLL_SECONDS = 0.1
 FLAGS = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared"]
 
 
@@ -105,13 +107,16 @@ class Extension:
         try:
             command, binary = self._command()
             if binary.exists():
-                self.module = _import(self.name, binary)
-                return
-            if _failed(binary).exists():
+                try:
+                    self.module = _import(self.name, binary)
+                    return
+                except ImportError:  # of another machine, or damaged: it is made once more
+                    binary.unlink(missing_ok=True)
+            if _has_failed(binary):
                 raise RuntimeError(_first_error(binary))
             binary.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, ImportError, RuntimeError) as error:
-            self.reason = str(error)
+        except Exception as error:  # whatever it is, the model's forward goes on without
+            self.reason = str(error) or type(error).__name__
             return
         self._thread = threading.Thread(
             target=self._compile, args=(command, binary), name=f"hfai-{self.name}", daemon=True
@@ -133,7 +138,7 @@ class Extension:
                 f"Python's headers are not in {python_headers}: install them (python3-dev)"
             )
         command = [
-            compiler,
+            *compiler,
             *FLAGS,
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             f"-I{KERNELS}",
@@ -151,7 +156,7 @@ class Extension:
             torch.__version__,
             str(torch.version.git_version),
             sys.version,
-            _version_of(compiler),
+            version_of(*compiler),
         ]:
             digest.update(part.encode() + b"\0")
         for file in [self.source, *(KERNELS / name for name in SHARED)]:
@@ -164,19 +169,13 @@ class Extension:
         """Run in a thread: wait for whoever compiles this already, or compile; then load."""
         try:
             with open(binary.with_name("lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not binary.exists() and not _failed(binary).exists():
-                    # The shell renames, so that it is done even if this process has ended; it holds
-                    # the lock through the inherited descriptor until then.
-                    with open(_log(binary), "wb") as output:
-                        subprocess.run(
-                            ["sh", "-c", SCRIPT, str(binary), str(_failed(binary)), *command],
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=output,
-                            pass_fds=[lock.fileno()],
-                            start_new_session=True,
-                        )
+                if _wait_for_turn(lock.fileno(), binary):
+                    try:
+                        _run_compiler(command, binary, lock.fileno())
+                    finally:
+                        # By closing alone it would stay locked as long as a process forked
+                        # meanwhile (a DataLoader's worker) lives with its copy.
+                        fcntl.flock(lock, fcntl.LOCK_UN)
             if not binary.exists():
                 raise RuntimeError(_first_error(binary))
             module = _import(self.name, binary)
@@ -187,7 +186,10 @@ class Extension:
             self.module = module
             listeners, self._listeners = self._listeners, []
         for listener in listeners:
-            listener(module)
+            try:
+                listener(module)
+            except Exception as error:
+                self.reason = f"{type(error).__name__}: {error}"
 
 
 def finish_compiling(seconds: float = 300.0) -> None:
@@ -206,18 +208,35 @@ def compile_all(seconds: float = 300.0) -> None:
         extension.wait(seconds)
 
 
-def find_compiler() -> str | None:
-    """Return the C++ compiler: `$CXX`, else the first of c++, g++ and clang++ on the path."""
-    chosen = os.environ.get("CXX")
-    names = [chosen] if chosen else ["c++", "g++", "clang++"]
-    return next((path for path in map(shutil.which, names) if path), None)
+def _wait_for_turn(lock: int, binary: Path) -> bool:
+    """Wait until this process may compile; False as soon as another one has done it, or failed."""
+    while not binary.exists() and not _has_failed(binary):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(POLL_SECONDS)
+            continue
+        if not binary.exists() and not _has_failed(binary):
+            return True
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    return False
 
 
-@functools.cache
-def _version_of(compiler: str) -> str:
-    return subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    ).stdout
+def _run_compiler(command: list[str], binary: Path, lock: int) -> None:
+    """Compile; the shell renames even if this process has ended, and holds the lock until then."""
+    with open(_log(binary), "wb") as output:
+        subprocess.run(
+            ["sh", "-c", SCRIPT, str(binary), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[lock],
+            start_new_session=True,
+        )
+    said = _log(binary).read_text(errors="replace")
+    by_itself = "error" in said and not any(cause in said for cause in OUTSIDE_CAUSES)
+    if not binary.exists() and by_itself:
+        _failed(binary).touch()
 
 
 def _import(name: str, binary: Path) -> ModuleType:
@@ -235,6 +254,14 @@ def _log(binary: Path) -> Path:
 
 def _failed(binary: Path) -> Path:
     return binary.with_name("failed")
+
+
+def _has_failed(binary: Path) -> bool:
+    """Return whether the compiler has refused this source lately."""
+    try:
+        return time.time() - _failed(binary).stat().st_mtime < FAILURE_KEPT_SECONDS
+    except FileNotFoundError:
+        return False
 
 
 def _first_error(binary: Path) -> str:

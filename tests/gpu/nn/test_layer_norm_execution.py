@@ -143,6 +143,17 @@ def test_what_the_kernels_do_not_cover_runs_torchs(
     assert not any(is_ours(name) for name in ran), ran
 
 
+@pytest.mark.parametrize("call", [_vmap, _jvp])
+def test_a_transformed_call_that_comes_first_leaves_plain_calls_to_our_kernels(
+    variant: Variant, call: Callable[[nn.Module, Tensor], None]
+) -> None:
+    layer = build(variant, 1237 if call is _vmap else 1239)  # lengths that no other test has
+    x = torch.randn(64, *layer.normalized_shape, device=CUDA)
+    call(layer, x)
+    ran = kernels(lambda: layer(x))
+    assert any(is_ours(name) for name in ran), ran
+
+
 @pytest.mark.parametrize("mix", [FP32, FP16, BF16], ids=lambda mix: mix.name)
 def test_explain_says_hfai_where_our_kernels_run(variant: Variant, mix: Mix) -> None:
     (row,) = hfai.explain(build(variant, 1000, mix.parameters))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 
@@ -102,3 +104,49 @@ def test_adding_partial_sums(architecture: str, dtype: torch.dtype) -> None:
     constants = {"THREADS": programs.ADD_PARTIALS_THREADS}
     text = jit.program_text(programs.ADD_PARTIALS, constants, {"W": dtype})
     check(resources(text, architecture), programs.ADD_PARTIALS_THREADS)
+
+
+def _machine_code(text: str, architecture: str, fma: bool) -> dict[str, bytes]:
+    """Return each kernel's instructions, from the binary's ELF sections."""
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(name="hfai", arch=architecture, std="c++17", fma=fma)
+    code = bytes(Program(text, "c++", options=options).compile("cubin").code)
+    (at,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, names = struct.unpack_from("<HHH", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", code, at + i * size) for i in range(count)]
+
+    def name(header: tuple[int, ...]) -> str:
+        start = headers[names][4] + header[0]
+        return code[start : code.index(b"\0", start)].decode()
+
+    return {name(h): code[h[4] : h[4] + h[5]] for h in headers if name(h).startswith(".text.")}
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("length", "dtype"), [(40, FP32), (1000, BF16), (8192, BF16)])
+def test_the_compiler_finds_nothing_to_fuse(
+    architecture: str, length: int, dtype: torch.dtype
+) -> None:
+    limits, size = DEVICES[architecture], dtype.itemsize
+    types = {"X": dtype, "Y": dtype, "W": dtype}
+    texts = []
+    for few_rows in (False, True):
+        constants = ALL | {"ROW_LENGTH": length, "HAS_BIAS": True}
+        forward = plan.forward_plan(length, size, size, limits, few_rows)
+        assert forward is not None
+        texts.append(jit.program_text(programs.FORWARD, constants | forward.constants(), types))
+        backward = plan.backward_plan(length, size, size, size, limits, True, few_rows)
+        if backward is None:
+            continue
+        constants = ALL | {"ROW_LENGTH": length, "FEW_ROWS": few_rows, "STRIPS": 1}
+        constants |= {"NEED_DX": True, "NEED_DWEIGHT": True, "NEED_DBIAS": True}
+        texts.append(jit.program_text(programs.BACKWARD, constants | backward.constants(), types))
+    constants = ALL | {"ROW_LENGTH": length, "HAS_BIAS": True, "STRIPS": 1}
+    constants |= {"NEED_DWEIGHT": True, "NEED_DBIAS": True, "THREADS": plan.LONG_ROW_THREADS}
+    constants |= {"VECTOR": plan.vector_length(length, size)}
+    texts.append(jit.program_text(programs.LONG_ROWS, constants, types))
+    for text in texts:
+        code = _machine_code(text, architecture, True)
+        assert code
+        assert code == _machine_code(text, architecture, False)

@@ -49,7 +49,12 @@ class Normalise(Function):
         x, weight, statistics = ctx.saved_tensors
         configuration, eps = ctx.constants
         need_dx, need_dweight, need_dbias, _, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled() or why_watched() or why_not_plain(dy):
+        if (
+            torch.is_grad_enabled()
+            or why_watched()
+            or why_not_plain(dy)
+            or not is_as_saved(configuration, dy, x, weight, statistics)
+        ):
             dx, dweight, dbias = watched_backward(
                 configuration, eps, dy, x, weight, need_dx, need_dweight, need_dbias
             )
@@ -57,9 +62,9 @@ class Normalise(Function):
             dx, dweight, dbias = launch.backward(
                 configuration,
                 dense(dy),
-                x,
-                weight,
-                statistics,
+                dense(x),
+                None if weight is None else dense(weight),
+                dense(statistics),
                 need_dx,
                 need_dweight,
                 need_dbias,
@@ -157,6 +162,35 @@ def _run(
     ):
         return apply_normalise(x, weight, bias, eps, configuration)
     return launch.forward(configuration, x, weight, bias, eps, False)[0]
+
+
+def is_as_saved(
+    configuration: Configuration, dy: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor
+) -> bool:
+    """Return whether what saved-tensor hooks gave back is what was saved, strides aside.
+
+    Hooks that break the rest of torch's contract are to meet torch's own checks, not a kernel.
+    """
+
+    def same(tensor: Tensor | None, dtype: torch.dtype | None, shape: tuple[int, ...]) -> bool:
+        return (
+            tensor is not None
+            and tensor.dtype == dtype
+            and tensor.shape == shape
+            and tensor.get_device() == configuration.device
+            and why_not_plain(tensor) is None
+        )
+
+    rows = dy.numel() // configuration.row_length
+    return (
+        same(x, configuration.x_dtype, dy.shape)
+        and same(statistics, torch.float32, (1 + configuration.centered, rows))
+        and (
+            same(weight, configuration.affine_dtype, configuration.shape)
+            if configuration.has_weight
+            else weight is None
+        )
+    )
 
 
 def watched_backward(

@@ -217,8 +217,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int r = 0; r < ROWS; ++r) {
         const i64 row = base + r * SLOTS + slot;
         if (row >= rows) continue;
-        const float along_xhat = sums[r] * (1.0f / ROW_LENGTH);
-        const float along_one = CENTERED ? sums[SUMS - ROWS + r] * (1.0f / ROW_LENGTH) : 0.0f;
+        const float along_xhat = __fmul_rn(sums[r], 1.0f / ROW_LENGTH);
+        const float along_one = CENTERED ? __fmul_rn(sums[SUMS - ROWS + r], 1.0f / ROW_LENGTH) : 0.0f;
         auto dx_element = [&](float xhat, float g) {
           return __fmul_rn(row_rstd[r], __fmaf_rn(-xhat, along_xhat, g - along_one));
         };

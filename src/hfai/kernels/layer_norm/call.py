@@ -65,7 +65,7 @@ def normalise(
     try:
         configuration = _configurations[key]
     except KeyError:
-        if why_not_fitting(x, shape, weight, bias) is not None:
+        if why_watched() or why_not_plain(x) or why_not_fitting(x, shape, weight, bias):
             return None  # says nothing of the next call with this key
         configuration = _configurations[key] = _configure(
             x, shape, weight, bias, eps is None, centered, autocast

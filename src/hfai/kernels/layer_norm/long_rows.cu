@@ -22,8 +22,9 @@ struct Moments {
     if (other.count == 0.0f) return;
     const float delta = other.mean - mean;
     const float share = __fdiv_rn(other.count, total);
-    mean += delta * share;
-    squares += other.squares + delta * share * count * delta;  // so that no product overflows
+    const float step = __fmul_rn(delta, share);
+    mean += step;
+    squares += __fmaf_rn(__fmul_rn(step, count), delta, other.squares);  // no product overflows
     count = total;
   }
 };
@@ -152,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   sum(sums);
-  const float along_xhat = sums[0] * (1.0f / ROW_LENGTH);
-  const float along_one = CENTERED ? sums[CENTERED ? 1 : 0] * (1.0f / ROW_LENGTH) : 0.0f;
+  const float along_xhat = __fmul_rn(sums[0], 1.0f / ROW_LENGTH);
+  const float along_one = CENTERED ? __fmul_rn(sums[CENTERED ? 1 : 0], 1.0f / ROW_LENGTH) : 0.0f;
 #pragma unroll 4
   for (int v = threadIdx.x; v < VECTORS; v += THREADS) {
     float xhat[VECTOR], g[VECTOR], out[VECTOR];

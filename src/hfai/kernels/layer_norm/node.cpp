@@ -57,6 +57,7 @@ struct Reference {
 // One program as Python describes it (`description` in programs.py): numbers in a fixed order.
 struct Program {
   std::atomic<bool> made{false};
+  PyObject *owner = nullptr;
   int64_t kind;
   int64_t numbers[4];
   Kernel kernels[3];
@@ -91,6 +92,8 @@ void make(Program &program, PyObject *configuration, const char *method, int fla
     PyTuple_SET_ITEM(arguments.object, i, PyBool_FromLong(flags >> i & 1));
   Reference function(PyObject_GetAttrString(configuration, method));
   Reference made(PyObject_CallObject(function.object, arguments.object));
+  // Compiling lets other threads run, and one of them may have been here in the meantime.
+  if (program.made.load(std::memory_order_relaxed)) return;
   Reference description(PyObject_CallMethod(made.object, "description", nullptr));
   constexpr Py_ssize_t per_kernel = 6;
   constexpr Py_ssize_t length = 5 + 3 * per_kernel;
@@ -113,6 +116,7 @@ void make(Program &program, PyObject *configuration, const char *method, int fla
                           static_cast<unsigned>(n[2]),  static_cast<unsigned>(n[3]),
                           static_cast<unsigned>(n[4]),  n[5] != 0};
   }
+  program.owner = Py_NewRef(made.object);  // a kernel lives as long as Python's object for it
   program.made.store(true, std::memory_order_release);
 }
 
@@ -297,6 +301,21 @@ c10::Device device_of(const Call &call) {
   return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(call.device));
 }
 
+// Whether what saved-tensor hooks gave back is what was saved. They may choose other strides, and
+// those that break the rest of torch's contract are to meet torch's own checks, not a kernel.
+bool is_as_saved(const Call &call, const Tensor &dy, const Tensor &x, const Tensor &weight,
+                 const Tensor &statistics) {
+  const auto is = [&](const Tensor &tensor, at::ScalarType type) {
+    return tensor.defined() && is_plain(tensor) && tensor.scalar_type() == type &&
+           tensor.device() == device_of(call);
+  };
+  return is(x, call.x_type) && x.sizes() == dy.sizes() && dy.scalar_type() == call.y_type &&
+         weight.defined() == call.has_weight &&
+         (!call.has_weight || (is(weight, call.affine_type) && weight.sizes() == call.shape)) &&
+         is(statistics, at::kFloat) &&
+         statistics.numel() * call.row_length == (1 + call.centered) * x.numel();
+}
+
 struct Normalise : torch::autograd::Function<Normalise> {
   static Tensor forward(torch::autograd::AutogradContext *context, const Tensor &x,
                         const std::optional<Tensor> &optional_weight,
@@ -328,13 +347,15 @@ struct Normalise : torch::autograd::Function<Normalise> {
     const bool need_bias = call.has_bias && context->needs_input_grad(1 + call.has_weight);
     Gradients gradients;
     const Tensor dy = grads[0].is_neg() ? grads[0].resolve_neg() : grads[0];
-    if (c10::GradMode::is_enabled() || !may_launch(dy)) {
+    if (c10::GradMode::is_enabled() || !may_launch(dy) ||
+        !is_as_saved(call, dy, x, weight, statistics)) {
       gradients = run_watched_backward(call, eps, dy, x, weight, need_x, need_weight, need_bias);
     } else {
       at::AutoDispatchBelowADInplaceOrView guard;
       const c10::DeviceGuard device(device_of(call));
-      gradients = run_backward(call, dy.contiguous(), x, weight, statistics, need_x,
-                               need_weight, need_bias);
+      gradients = run_backward(call, dy.contiguous(), x.contiguous(),
+                               weight.defined() ? weight.contiguous() : weight,
+                               statistics.contiguous(), need_x, need_weight, need_bias);
     }
     result[0] = std::move(gradients.x);
     result[1] = std::move(gradients.weight);

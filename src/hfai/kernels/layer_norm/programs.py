@@ -184,8 +184,8 @@ class Configuration:
         """
         key = (aligned, few_rows)
         program = self._forward.get(key)
-        if program is None:
-            program = self._forward[key] = self._make_forward(*key)
+        if program is None:  # of two threads that make one, the first one's is kept
+            program = self._forward.setdefault(key, self._make_forward(*key))
         return program
 
     def backward(
@@ -203,7 +203,7 @@ class Configuration:
         key = (aligned, few_rows, need_dx, need_dweight, need_dbias)
         program = self._backward.get(key)
         if program is None:
-            program = self._backward[key] = self._make_backward(*key)
+            program = self._backward.setdefault(key, self._make_backward(*key))
         return program
 
     def _types(self) -> dict[str, torch.dtype]:

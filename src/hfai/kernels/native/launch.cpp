@@ -33,6 +33,8 @@ void launch(uintptr_t kernel, int device, unsigned block, unsigned shared_bytes,
       if (PyErr_Occurred()) throw nb::python_error();
     }
   }
+  // The driver waits where its queue is full, and what empties it may need the interpreter.
+  nb::gil_scoped_release no_gil;
   hfai::Kernel{kernel, device, block, shared_bytes, cluster, overlap}.launch(
       grid, reinterpret_cast<void *>(stream), parameters);
 }
