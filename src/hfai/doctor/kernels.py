@@ -83,6 +83,7 @@ def autograd_node() -> Check:
     found = usable_gpus()
     if isinstance(found, str) or not found:
         return Check(name, "missing", "of use with a GPU only: compiled there on first use")
+    from hfai.kernels.extension import DISABLED
     from hfai.kernels.layer_norm.autograd import EXTENSION
 
     if EXTENSION.wait() is not None:
