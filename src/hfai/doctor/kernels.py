@@ -90,9 +90,8 @@ def autograd_node() -> Check:
         return Check(name, "ok", f"compiled for torch {with_version('torch').split()[-1]}")
     reason = " ".join((EXTENSION.reason or "the compiler did not end").split())
     detail = f"layers go through Python, some microseconds a call slower: {reason}"
-    return Check(
-        name, "missing", detail, "install g++ 10 or later, or clang++, and Python's headers"
-    )
+    remedy = "install g++ 10 or later, or clang++, and Python's headers"
+    return Check(name, "missing", detail, "unset it" if reason == DISABLED else remedy)
 
 
 def kernel_cache() -> Check:
