@@ -172,8 +172,9 @@ def pack_folder(
 
     Raises:
         NotADirectoryError: `folder` is no directory.
-        ValueError: A link leads out of the folder or around in a circle, or there is something
-            that is neither a file nor a directory. All such paths are named.
+        ValueError: A link leads out of the folder or around in a circle, there is something that
+            is neither a file nor a directory, or a name or a depth that readers refuse (a
+            backslash; more than 200 directories). All such paths are named.
     """
     scanned = scan(folder)
     report_collisions(folder_index.paths(scanned.tree), os.fspath(folder))

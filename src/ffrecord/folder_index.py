@@ -21,7 +21,7 @@ MAGIC = b"piouhjgbr"
 Tree: TypeAlias = "OrderedDict[str, int | Tree]"
 
 # Deeper folders than this are refused: no file system has them, and Python could not walk them.
-_MOST_LEVELS = 200
+MOST_LEVELS = 200
 
 
 class _Restricted(pickle.Unpickler):
@@ -66,7 +66,7 @@ def decode(record: bytes, n: int, path: str) -> Tree:
 
 
 def _check(tree: Any, n: int, level: int) -> None:
-    if type(tree) is not OrderedDict or level > _MOST_LEVELS:
+    if type(tree) is not OrderedDict or level > MOST_LEVELS:
         raise ValueError("it is no tree of dictionaries")
     for name, value in tree.items():
         if type(name) is not str:

@@ -7,7 +7,8 @@ import stat
 from collections import OrderedDict
 from typing import NamedTuple
 
-from ffrecord.folder_index import Tree
+from ffrecord.folder_index import MOST_LEVELS, Tree
+from ffrecord.names import unsafe
 from ffrecord.paths import PathLike
 
 
@@ -28,8 +29,9 @@ def scan(folder: PathLike) -> Scan:
 
     Raises:
         NotADirectoryError: `folder` is no directory.
-        ValueError: A link leads out of the folder or around in a circle, or there is something
-            that is neither a file nor a directory. All such paths are named.
+        ValueError: A link leads out of the folder or around in a circle, there is something that
+            is neither a file nor a directory, or a name or a depth that readers refuse. All such
+            paths are named.
     """
     root = os.path.realpath(folder)
     if not os.path.isdir(root):
@@ -50,6 +52,9 @@ def _scan(
     for name in sorted(os.listdir(above[-1])):
         path = os.path.join(above[-1], name)
         real = os.path.realpath(path)
+        if reason := unsafe(name):
+            problems.append(f"{prefix}{name} {reason}")
+            continue
         if os.path.islink(path) and os.path.commonpath([root, real]) != root:
             problems.append(f"{prefix}{name} is a link that leads out of it")
             continue
@@ -65,6 +70,8 @@ def _scan(
             problems.append(f"{prefix}{name} is neither a file nor a directory")
         elif real in above:
             problems.append(f"{prefix}{name} is a link to a directory above it")
+        elif len(above) > MOST_LEVELS:
+            problems.append(f"{prefix}{name} is more than {MOST_LEVELS} directories deep")
         else:
             tree[name] = _scan(root, (*above, real), f"{prefix}{name}/", paths, problems)
     return tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ def part_name(number: int) -> str:
 class PartWriter:
     """A writer of `PART_00000.ffr` and so on, for records whose number is not known before.
 
-    Leaving the `with` block by an exception leaves nothing.
+    Leaving the `with` block by an exception leaves nothing, and so does a write that fails.
 
     Args:
         directory: The directory; it must not exist, or be empty.
@@ -58,6 +59,10 @@ class PartWriter:
             raise FileExistsError(f"{target} exists and is not an empty directory")
         self._part_bytes = part_bytes
         self._metadata, self._schema = metadata, schema
+        self._process = os.getpid()
+        self._failure: str | None = None
+        self._is_closed = False
+        self._target = target
         self._stack = contextlib.ExitStack()
         self._directory = self._stack.enter_context(whole_directory(target))
         self._bytes = 0
@@ -70,17 +75,63 @@ class PartWriter:
             raise
 
     def write_one(self, buffer: BufferLike, key: str | None = None) -> None:
-        """Append one record, as `FileWriter.write_one` does; a key is unique in its part."""
+        """Append one record, as `FileWriter.write_one` does; a key is unique in its part.
+
+        Raises:
+            TypeError: As there.
+            ValueError: As there.
+            OSError: It could not be written, now or before; nothing is left then.
+        """
+        self._need_open()
         if self._bytes >= self._part_bytes:
-            self._writer.close()
-            self._writer = self._next()
-        self._writer.write_one(buffer, key)
+            try:
+                self._writer.close()
+                self._writer = self._next()
+            except BaseException as error:
+                self._give_up(error)
+                raise
+        try:
+            self._writer.write_one(buffer, key)
+        except BaseException as error:
+            if self._writer.has_failed:
+                self._give_up(error)
+            raise
         self._bytes += as_view(buffer).nbytes
         self.count += 1
 
     def close(self) -> None:
-        """Complete the last part and let the directory appear; a second call does nothing."""
-        self.__exit__(None, None, None)
+        """Complete the last part and let the directory appear; a second call does nothing.
+
+        Raises:
+            OSError: The last part could not be completed, or a write failed before; there is no
+                directory then.
+        """
+        if self._is_closed:
+            return
+        self._need_open()
+        try:
+            self._writer.close()
+            self._stack.close()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        self._is_closed = True
+
+    def _give_up(self, error: BaseException) -> None:
+        """Remove everything, and say so whenever the writer is used again."""
+        self._failure = str(error) or type(error).__name__
+        self._writer.abort()
+        self._stack.__exit__(type(error), error, error.__traceback__)
+
+    def _need_open(self) -> None:
+        if self._failure is not None:
+            raise OSError(f"the writer of {self._target} gave up after: {self._failure}")
+        if self._is_closed:
+            raise ValueError(f"the writer of {self._target} is closed")
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"the writer of {self._target} belongs to another process: open one here"
+            )
 
     def _next(self) -> FileWriter:
         writer = FileWriter(
@@ -99,10 +150,9 @@ class PartWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        stack, self._stack = self._stack, contextlib.ExitStack()
-        if error is not None:
+        if error is None:
+            self.close()
+        elif not self._is_closed and self._failure is None:
+            self._is_closed = True
             self._writer.abort()
-            stack.__exit__(kind, error, traceback)
-            return
-        with stack:
-            self._writer.close()
+            self._stack.__exit__(kind, error, traceback)

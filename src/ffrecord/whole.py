@@ -1,4 +1,8 @@
-"""A directory or a file that appears under its name when all of it is written, or not at all."""
+"""A directory or a file that appears under its name when all of it is written, or not at all.
+
+Only the process that began renames and removes: a forked child that leaves the block disturbs
+nobody.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,39 @@ import contextlib
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ffrecord.writer import flush_directory
+from ffrecord.writer import flush_directory, named_after
 
 
 @contextlib.contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
     """Give a working directory beside `target`, and rename it to `target` at the end.
 
-    Its mode is by umask. An exception removes it.
+    All files in it are flushed to the disk before. Its mode is by umask. An exception removes it.
 
     Raises:
         OSError: `target` exists and is not an empty directory, or cannot be written.
+        ValueError: The end was reached in a forked child.
     """
     target = target.absolute()
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    process = os.getpid()
+    work = _beside(target)
+    try:
+        work.mkdir()
+    except OSError as error:
+        raise named_after(error, target) from None
     try:
         yield work
-        mask = os.umask(0)
-        os.umask(mask)
-        work.chmod(0o777 & ~mask)
-        flush_directory(work)
+        _need_process(process, target)
+        _flush_all(work)
         os.rename(work, target)
-        flush_directory(target.parent)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        if os.getpid() == process:
+            shutil.rmtree(work, ignore_errors=True)
         raise
+    flush_directory(target.parent)
 
 
 @contextlib.contextmanager
@@ -44,20 +52,51 @@ def whole_file(target: Path) -> Iterator[Path]:
     Something must be written under it. An exception removes it.
 
     Raises:
-        OSError: The file cannot be flushed or renamed.
+        OSError: There is no directory for it, or the file cannot be flushed or renamed.
+        ValueError: The end was reached in a forked child.
     """
     target = target.absolute()
-    work = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    process = os.getpid()
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"no such directory: {target.parent}, for {target.name}")
+    work = _beside(target)
     try:
         yield work
-        descriptor = os.open(work, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _need_process(process, target)
+        _flush_file(work)
         os.replace(work, target)
-        flush_directory(target.parent)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(work)
+        if os.getpid() == process:
+            with contextlib.suppress(OSError):
+                os.unlink(work)
         raise
+    flush_directory(target.parent)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+
+
+def _need_process(process: int, target: Path) -> None:
+    if os.getpid() != process:
+        raise ValueError(f"{target} is written by another process, not by a forked child")
+
+
+def _flush_all(directory: Path) -> None:
+    """Flush files and directories, after all were written: most are on the disk by then."""
+    for path, _, names in os.walk(directory, topdown=False, onerror=_raise):
+        for name in names:
+            _flush_file(Path(path, name))
+        flush_directory(Path(path))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _flush_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -11,6 +11,7 @@ Writes carry their position, so a forked child that holds a copy of a writer can
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import tempfile
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
 BufferLike: TypeAlias = "Buffer | NDArray[Any]"
 
 _BUFFER = 1 << 20
+# What says that a directory cannot be flushed, and not that flushing it failed.
+_NO_FLUSHING = {
+    errno.EACCES,
+    errno.EBADF,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EPERM,
+    errno.EROFS,
+}
 
 
 class FileWriter:
@@ -88,10 +99,13 @@ class FileWriter:
         self._lengths = array("q")
         self._buffer = bytearray()
         self._process = os.getpid()
+        self._failure: str | None = None
         self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
-        self._descriptor = os.open(
-            self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(self._temporary, flags, 0o666)
+        except OSError as error:
+            raise named_after(error, self.path) from None
         self._spool = self._descriptor
         self._position = 0
         if n is None or self._extended:
@@ -117,6 +131,7 @@ class FileWriter:
             TypeError: No buffer, or one of Python objects.
             ValueError: The writer is closed, or has all records it was promised; the key is taken,
                 or the file has no room for keys.
+            OSError: It could not be written, now or before; the writer has given up then.
         """
         self._need_open()
         if self.n is not None and self.count >= self.n:
@@ -149,8 +164,10 @@ class FileWriter:
 
         Raises:
             ValueError: Fewer records than promised; there is no file then.
-            OSError: The file could not be completed; there is no file then.
+            OSError: The file could not be completed, or a write failed before; there is no file
+                then.
         """
+        self._need_success()
         if self._descriptor < 0:
             return
         self._need_open()
@@ -162,8 +179,8 @@ class FileWriter:
                 )
             self._complete()
             os.replace(self._temporary, self.path)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._give_up(error)
             raise
         self._release()
         flush_directory(self.path.parent)
@@ -172,6 +189,11 @@ class FileWriter:
         """Give up: no file is left; a closed writer is left alone."""
         if self._descriptor >= 0:
             self._abandon()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write failed, so that there will be no file."""
+        return self._failure is not None
 
     def _complete(self) -> None:
         self._flush()
@@ -197,8 +219,8 @@ class FileWriter:
         # After a failed write (a full disk) the position is unknown, so the writer gives up.
         try:
             self._position += _write_all(self._spool, data, self._position)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._give_up(error)
             raise
 
     def _check_key(self, key: str) -> None:
@@ -210,11 +232,21 @@ class FileWriter:
             )
         key.encode()  # a lone surrogate is refused here, not at close
 
+    def _need_success(self) -> None:
+        if self._failure is not None:
+            raise OSError(f"the writer of {self.path} gave up after: {self._failure}")
+
     def _need_open(self) -> None:
+        self._need_success()
         if self._descriptor < 0:
             raise ValueError(f"the writer of {self.path} is closed")
         if os.getpid() != self._process:
             raise ValueError(f"the writer of {self.path} belongs to another process: open one here")
+
+    def _give_up(self, error: BaseException) -> None:
+        """Leave no file, and say so whenever the writer is used again."""
+        self._failure = str(error) or type(error).__name__
+        self._abandon()
 
     def _abandon(self) -> None:
         if os.getpid() == self._process:
@@ -248,12 +280,28 @@ class FileWriter:
 
 
 def flush_directory(directory: Path) -> None:
-    """Flush a directory's entries to the disk, so that a rename in it outlives a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Flush a directory's entries to the disk, so that a rename in it outlives a power cut.
+
+    One that may not be read, or is on a file system that does not flush directories, is left alone:
+    what was renamed in it is there all the same.
+
+    Raises:
+        OSError: The disk failed.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSHING:
+            raise
+
+
+def named_after(error: OSError, path: Path) -> OSError:
+    """Return an error of a temporary file as one of the file that was asked for."""
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def as_view(buffer: BufferLike) -> memoryview:
@@ -262,13 +310,20 @@ def as_view(buffer: BufferLike) -> memoryview:
     Raises:
         TypeError: It is none.
     """
+    if isinstance(buffer, np.ndarray) and buffer.dtype.kind in "mM":
+        buffer = buffer.view(np.int64)  # times are no buffers, for want of a letter for them
     try:
         return memoryview(cast("Buffer", buffer))
     except (TypeError, ValueError, BufferError):
         raise TypeError(
             f"a record is anything with the buffer protocol (bytes, an array), "
-            f"not {type(buffer).__name__}: encode it first"
+            f"not {_kind(buffer)}: encode it first"
         ) from None
+
+
+def _kind(buffer: object) -> str:
+    of = f" of {buffer.dtype}" if isinstance(buffer, np.ndarray) else ""
+    return type(buffer).__name__ + of
 
 
 def flat(buffer: BufferLike) -> memoryview | bytes:

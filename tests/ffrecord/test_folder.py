@@ -19,6 +19,7 @@ from ffrecord import (
     pack_folder,
     unpack,
 )
+from ffrecord.convert import convert
 from tests.ffrecord.independent import read_file
 
 FILES = {"b.txt": b"bee", "a/z": b"zed" * 1000, "a/y": b"", "c/d/é.bin": bytes(range(256))}
@@ -226,3 +227,21 @@ def test_a_file_that_vanishes_while_packing_is_named_and_nothing_is_left(tmp_pat
     with pytest.raises(FileNotFoundError, match="099"):
         pack_folder(tmp_path / "in", tmp_path / "p.ffr", progress=remove)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_readers_refuse_is_not_packed(folder: Path, tmp_path: Path) -> None:
+    (folder / "a" / "back\\slash").write_bytes(b"precious")
+    deep = folder / "/".join(["d"] * 201)
+    deep.mkdir(parents=True)
+    with pytest.raises(ValueError, match="not packed") as caught:
+        pack_folder(folder, tmp_path / "p.ffr")
+    assert "a/back\\slash has a separator in it" in str(caught.value)
+    assert "d/d is more than 200 directories deep" in str(caught.value)
+    with pytest.raises(ValueError, match="has a separator in it"):
+        convert([folder], tmp_path / "p.ffr")
+    assert not (tmp_path / "p.ffr").exists()
+    deep.rmdir()
+    (folder / "a" / "back\\slash").unlink()
+    pack_folder(folder, tmp_path / "p.ffr")  # the deepest that may be is read back, too
+    unpack(tmp_path / "p.ffr", tmp_path / "out")
+    assert (tmp_path / "out" / deep.relative_to(folder).parent).is_dir()

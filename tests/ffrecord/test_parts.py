@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,3 +68,62 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="part_bytes is 0"):
         PartWriter(tmp_path / "other.ffr", 0)
     assert [path.name for path in tmp_path.iterdir()] == ["set.ffr"]
+
+
+LIMITED = """
+import resource, signal, sys, ffrecord
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+writer = ffrecord.PartWriter(sys.argv[1] + "/set.ffr", 1 << 20)
+"""
+FINALLY = """
+try:
+    try:
+        for size in (1 << 20, 1 << 20, 3 << 20, 1 << 20): writer.write_one(bytes(size))
+    finally: writer.close()
+except OSError as error: print(error)
+"""
+# The record fits, and with the header before it the part does not.
+SKIPPING = """
+try:
+    with writer:
+        for size in (1, 1 << 20, 2 << 20, 1, 1, 1):
+            try: writer.write_one(bytes(size))
+            except OSError: pass
+except OSError as error: print(error)
+"""
+
+
+@pytest.mark.parametrize("use", [FINALLY, SKIPPING], ids=["finally", "skipping"])
+def test_a_failed_write_never_leaves_a_set_without_it(use: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIMITED + use, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "set.ffr gave up after: [Errno 27] File too large" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_cannot_disturb_its_parent_s_writer(tmp_path: Path) -> None:
+    def leave() -> None:
+        with writer:
+            raise SystemExit
+
+    with PartWriter(tmp_path / "set.ffr", 1) as writer:
+        writer.write_one(b"before")
+        for use, raises in [
+            (lambda: writer.write_one(b"child"), ValueError),
+            (writer.close, ValueError),
+            (leave, SystemExit),
+        ]:
+            child = os.fork()
+            if child == 0:
+                try:
+                    use()
+                except raises:
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        writer.write_one(b"after")
+    assert [bytes(record) for record in FileReader(tmp_path / "set.ffr")] == [b"before", b"after"]
+    with pytest.raises(ValueError, match="closed"):
+        writer.write_one(b"late")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ffrecord import FileReader, FileWriter
+from ffrecord import FileReader, FileWriter, PartWriter
 from tests.ffrecord.independent import file_of, read_file
 
 
@@ -42,6 +45,8 @@ def test_any_records_are_read_back_by_an_independent_reader(
         np.array(7, dtype=np.int64),
         np.empty((0, 5), np.float32),
         np.arange(1 << 19, dtype=np.int32),
+        np.array(["2020-02-03", "2021"], "M8[D]"),
+        np.arange(6, dtype="m8[s]").reshape(2, 3)[:, ::2],
         array.array("d", [1.0, 2.0]),
         bytearray(b"abc"),
         memoryview(b"abcdef")[::2],
@@ -177,12 +182,72 @@ def test_wrong_names_and_numbers_are_refused(tmp_path: Path) -> None:
         FileWriter(tmp_path / "a.bin")
     with pytest.raises(ValueError, match="-1"):
         FileWriter(tmp_path / "a.ffr", -1)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError) as caught:
         FileWriter(tmp_path / "no" / "a.ffr")
+    assert caught.value.filename == str(tmp_path / "no" / "a.ffr")
     (tmp_path / "dir.ffr").mkdir()
     with pytest.raises(IsADirectoryError):
         FileWriter(tmp_path / "dir.ffr")
     assert [path.name for path in tmp_path.iterdir()] == ["dir.ffr"]
+
+
+def test_a_failed_write_that_was_caught_is_an_error_at_close_too(tmp_path: Path) -> None:
+    script = (
+        "import resource, signal, sys, ffrecord\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try:\n"
+        "    with ffrecord.FileWriter(sys.argv[1] + '/a.ffr') as w:\n"
+        "        for _ in range(2):\n"
+        "            try: w.write_one(bytes(2 << 20))\n"
+        "            except OSError as error: print(error)\n"
+        "except OSError as error: print('close:', error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second, close = done.stdout.splitlines()
+    assert "File too large" in first
+    assert second.endswith(f"a.ffr gave up after: {first}")
+    assert close == f"close: {second}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_may_not_be_read_takes_files_all_the_same() -> None:
+    # Not below pytest's own directory, which other users may not enter.
+    with tempfile.TemporaryDirectory() as base:
+        os.chmod(base, 0o755)
+        drop = Path(base, "drop")
+        drop.mkdir()
+        drop.chmod(0o333)
+        child = os.fork()
+        if child == 0:
+            try:
+                if os.getuid() == 0:
+                    os.setuid(65534)
+                FileWriter(drop / "a.ffr").close()
+                PartWriter(drop / "set").close()
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        drop.chmod(0o755)
+        assert {path.name for path in drop.iterdir()} == {"a.ffr", "set"}
+
+
+def test_a_file_system_that_cannot_flush_directories_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    FileWriter(tmp_path / "a.ffr").close()
+    PartWriter(tmp_path / "set").close()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.ffr", "set"}
 
 
 def test_a_file_system_that_cannot_copy_in_the_kernel_is_served(
