@@ -2,7 +2,8 @@
 
 A set of a thousand parts must not need a thousand descriptors, nor a thousand readers. A file is
 opened when it is read, kept, and closed when others need the room; one that is being read stays.
-Descriptors that a forked child inherits serve it as well, since every read carries its position.
+Descriptors that a forked child inherits serve it as well, since every read carries its position;
+it looks once whether they still are what they were, because a daemon closes all it inherits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class SourceFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.absolute = os.path.abspath(path)
+        """The same file after a change of directory."""
         self.number = next(self._numbers)
         self.identity: tuple[int, ...] | None = None
 
@@ -40,7 +43,7 @@ class SourceFile:
             DamagedFileError: Another file has this name now, or it was written to.
             OSError: It cannot be opened.
         """
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.absolute, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if self.identity is None:
@@ -64,6 +67,7 @@ class OpenFiles:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._open: OrderedDict[int, int] = OrderedDict()
+        self._files: dict[int, tuple[int, int]] = {}  # device and inode of what is open
         self._leases: dict[int, int] = {}
         self._forgotten: deque[int] = deque()
         self._lock = threading.Lock()
@@ -110,7 +114,9 @@ class OpenFiles:
             descriptor = self._open.get(file.number)
             if descriptor is None:
                 self._make_room(1)
-                descriptor = self._open[file.number] = file.open()
+                descriptor = file.open()
+                self._files[file.number] = _file_behind(descriptor)
+                self._open[file.number] = descriptor
             else:
                 self._open.move_to_end(file.number)
             self._leases[file.number] = self._leases.get(file.number, 0) + 1
@@ -133,7 +139,7 @@ class OpenFiles:
             if number in self._leases:
                 self._forgotten.append(number)
             elif number in self._open:
-                os.close(self._open.pop(number))
+                os.close(self._drop(number))
 
     def _make_room(self, wanted: int) -> None:
         excess = len(self._open) + wanted - self.limit
@@ -141,7 +147,7 @@ class OpenFiles:
             return
         idle = [number for number in self._open if number not in self._leases]
         for number in idle[:excess]:
-            os.close(self._open.pop(number))
+            os.close(self._drop(number))
 
     def _after_fork(self) -> None:
         # A thread of the parent may have held the lock or a lease: neither exists here.
@@ -149,6 +155,26 @@ class OpenFiles:
             self._process = os.getpid()
             self._lock = threading.Lock()
             self._leases = {}
+            for number, descriptor in list(self._open.items()):
+                if not _is_still(descriptor, self._files[number]):
+                    # Closed, and perhaps somebody else's by now: not ours to close.
+                    self._drop(number)
+
+    def _drop(self, number: int) -> int:
+        del self._files[number]
+        return self._open.pop(number)
+
+
+def _is_still(descriptor: int, file: tuple[int, int]) -> bool:
+    try:
+        return _file_behind(descriptor) == file
+    except OSError:
+        return False
+
+
+def _file_behind(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 OPEN_FILES = OpenFiles(limit=128)

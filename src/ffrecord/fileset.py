@@ -79,7 +79,14 @@ class FileSet:
             with ThreadPoolExecutor(min(len(paths), _MOST_OPENING)) as pool:
                 self.parts = list(pool.map(open_part, paths))
         else:
-            self.parts = [open_part(path) for path in paths]
+            self.parts = []
+            try:
+                for path in paths:
+                    self.parts.append(open_part(path))
+            except BaseException:
+                for part in self.parts:
+                    part.close()
+                raise
         # ends[k]: the index after the last record of part k.
         self.ends = list(accumulate(part.header.n for part in self.parts))
         self._ends = np.array(self.ends, np.int64)

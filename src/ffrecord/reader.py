@@ -3,11 +3,12 @@
 A batch is one straight line: indices → parts → places in their files → one call of the engine,
 which sorts, merges, reads and checks → arrays. Nothing is opened, mapped or started before it is
 needed; a reader holds names, headers and at most its tables, so it works on in a forked child and
-is pickled by name.
+is pickled by name, with what tells that the files are still the same.
 """
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import zlib
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 from ffrecord import engines
 from ffrecord.descriptors import SourceFile
 from ffrecord.engine import RequestError, Requests, ShortReadError
-from ffrecord.errors import RecordError
+from ffrecord.errors import DamagedFileError, RecordError
 from ffrecord.fileset import FileSet
-from ffrecord.part import Places
+from ffrecord.part import Part, Places
 from ffrecord.paths import PathLike, expand
 from ffrecord.store_options import StoreOptions
 from ffrecord.writer import BufferLike
@@ -247,21 +248,45 @@ class FileReader:
                 raise error
 
     def damaged(self, first: int = 0, last: int | None = None) -> Iterator[RecordError]:
-        """Read records `first` to `last` (exclusive), and yield an error for each damaged one."""
+        """Read records `first` to `last` (exclusive), and yield an error for each damaged one.
+
+        A local disk's error (EIO) in a record counts as damage of it.
+        """
         checker = self
         if not self.check_data:
-            checker = FileReader(self.fnames, tables=self._tables, storage=self._storage)
+            checker = FileReader(self._names(), tables=self._tables, storage=self._storage)
         stop = self.n if last is None else last
         for start, end in self.pieces():
-            piece = range(max(start, first), min(end, stop))
+            yield from checker.damaged_in(range(max(start, first), min(end, stop)))
+
+    def damaged_in(self, piece: range) -> Iterator[RecordError]:
+        """Yield an error for each damaged record of a piece, which is read at once if it is whole.
+
+        Args:
+            piece: Indices, few enough to be read in one batch; see `pieces`.
+        """
+        try:
+            self.read(piece, writable=False)
+            return
+        except RecordError:
+            pass
+        except OSError as error:
+            self._need_bad_sector(error)
+        for index in piece:
             try:
-                checker.read(piece)
-            except RecordError:
-                for index in piece:
-                    try:
-                        checker.read_one(index)
-                    except RecordError as error:
-                        yield error
+                self.read_one(index)
+            except RecordError as error:
+                yield error
+            except OSError as error:
+                self._need_bad_sector(error)
+                path = self.file_of(index)
+                message = f"record {index} is damaged: {path}: {error.strerror}"
+                yield RecordError(message, path=path, index=index)
+
+    def _need_bad_sector(self, error: OSError) -> None:
+        """Raise an error again that says nothing about the record alone."""
+        if error.errno != errno.EIO or self._open_set().is_remote:
+            raise error
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield ranges that cover all records, each a good piece of work (8 MiB or one record)."""
@@ -304,11 +329,18 @@ class FileReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = (self.check_data, self._tables, self._engine_name, self._storage)
-        return _reopen, (self.fnames, *options)
+        if self._set is None:
+            return _reopen, (self.fnames, *options)
+        return _reopen, (self._names(), *options, [_content(part) for part in self._set.parts])
 
     def __repr__(self) -> str:
         names = self.fnames[0] if len(self.fnames) == 1 else f"{len(self.fnames)} files"
         return f"FileReader({names}, n={self.n})"
+
+    def _names(self) -> list[str]:
+        """Return the files by names that hold in any directory."""
+        files = [part.file for part in self._open_set().parts]
+        return [file.absolute if isinstance(file, SourceFile) else file.path for file in files]
 
     def _open_set(self) -> FileSet:
         if self._set is None:
@@ -373,17 +405,40 @@ class FileReader:
         part = self._open_set().find(index)[0]
         path = part.path
         if isinstance(error, ShortReadError):
-            local = isinstance(part.file, SourceFile)
-            return self._cut_short(
-                index, offset, os.stat(path).st_size if local else part.header.size
-            )
+            file = part.file
+            size = os.stat(file.absolute).st_size if isinstance(file, SourceFile) else file.size
+            return self._cut_short(index, offset, size)
         return OSError(error.errno, f"record {index}, byte {offset}: {error.strerror}", path)
 
 
 def _reopen(
-    fnames: list[str], check_data: bool, tables: Any, engine: str, storage: StoreOptions
+    fnames: list[str],
+    check_data: bool,
+    tables: Any,
+    engine: str,
+    storage: StoreOptions,
+    contents: list[tuple[int, ...]] | None = None,
 ) -> FileReader:
-    return FileReader(fnames, check_data, tables=tables, engine=engine, storage=storage)
+    """Open a pickled reader's files.
+
+    Raises:
+        DamagedFileError: One has other records than when the reader was pickled.
+    """
+    reader = FileReader(fnames, check_data, tables=tables, engine=engine, storage=storage)
+    for part, content in zip(reader._open_set().parts, contents or (), strict=False):
+        if _content(part) != content:
+            reader.close()
+            raise DamagedFileError(
+                f"{part.path} was replaced or written to since the reader that was pickled opened "
+                "it: make a new reader",
+                path=part.path,
+            )
+    return reader
+
+
+def _content(part: Part) -> tuple[int, ...]:
+    """Return what tells a file's content on any machine; the checksum covers all records'."""
+    return part.header.n, part.header.size, part.header.checksum
 
 
 def _layout(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import platform
 import random
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from hypothesis import strategies as st
 
 from ffrecord import DamagedFileError, FileReader, RecordError
 from ffrecord.descriptors import OPEN_FILES, SourceFile
+from ffrecord.engines import NAMES, probe
 from tests.ffrecord.independent import file_of
 
 
@@ -264,3 +268,110 @@ def test_names_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.ffr")
     with pytest.raises(ValueError, match="regular"):
         FileReader(tmp_path / "pipe.ffr")
+
+
+def test_a_change_of_directory_is_nothing_to_a_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.ffr").write_bytes(file_of([b"x", b"y"]))
+    monkeypatch.chdir(tmp_path)
+    reader = FileReader("a.ffr")
+    monkeypatch.chdir("sub")
+    OPEN_FILES.forget(reader._set.parts[0].file)  # type: ignore[union-attr]
+    assert bytes(reader.read_one(1)) == b"y"
+    assert bytes(pickle.loads(pickle.dumps(reader)).read_one(1)) == b"y"
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert bytes(pool.apply(reader.read_one, (0,))) == b"x"
+
+
+def test_a_pickled_reader_refuses_other_files_than_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "a.ffr"
+    path.write_bytes(file_of([b"old"] * 5))
+    pickled = pickle.dumps(FileReader(path))
+    os.utime(path, (1, 1))  # a copy elsewhere, with another time, is the same set
+    assert pickle.loads(pickled).n == 5
+    for records in ([b"new"] * 3, [b"new"] * 5):
+        path.write_bytes(file_of(records))
+        with pytest.raises(DamagedFileError, match=r"a\.ffr was replaced or written to"):
+            pickle.loads(pickled)
+
+
+def test_a_set_that_does_not_open_leaves_nothing_open(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.ffr").write_bytes(file_of([b"x"]))
+    (tmp_path / "9.ffr").write_bytes(b"junk" * 10)
+    with pytest.raises(DamagedFileError):
+        FileReader(tmp_path)
+    still = [os.readlink(f"/proc/self/fd/{found}") for found in OPEN_FILES._open.values()]
+    assert not [name for name in still if name.startswith(str(tmp_path))]
+
+
+DAEMON = """
+import os, sys
+from ffrecord import FileReader
+engine, directory = sys.argv[1:]
+readers = [FileReader(f"{directory}/a.ffr", False, engine=engine) for _ in range(3)]
+for reader in readers: reader.read([0])
+child = os.fork()
+if child == 0:
+    os.closerange(3, 256)
+    mine = [os.open(f"{directory}/b.ffr", os.O_RDONLY) for _ in range(20)]
+    found = [bytes(readers[0].read([1])[0])]
+    readers[1].close()
+    found.append(bytes(FileReader(f"{directory}/a.ffr", False, engine=engine).read([1])[0]))
+    assert found == [b"A" * 5000] * 2, found
+    for descriptor in mine:
+        assert os.readlink(f"/proc/self/fd/{descriptor}").endswith("b.ffr")
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_daemon_that_closed_all_it_inherited_reads_its_files_and_keeps_its_own(
+    name: str, tmp_path: Path
+) -> None:
+    if name not in probe().engines:
+        pytest.skip(probe().reasons[name])
+    for letter in "ab":
+        content = file_of([letter.upper().encode() * 5000] * 3)
+        (tmp_path / f"{letter}.ffr").write_bytes(content)
+    command = [sys.executable, "-c", DAEMON, name, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# Every read that starts at the byte given gets EIO, as from a bad sector.
+BAD_SECTOR = """
+import ctypes, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+rules = [(0x20, 0, 0, 0), (0x15, 1, 0, 295), (0x15, 0, 3, 327), (0x20, 0, 0, 40),
+         (0x15, 0, 1, int(sys.argv[2])), (0x06, 0, 0, 0x00050005), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code))
+from ffrecord import FileReader
+reader = FileReader(sys.argv[1], engine="python")
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+for error in reader.damaged(): print(error.index, error)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are x86's")
+def test_a_bad_sector_is_a_damaged_record_and_the_rest_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "a.ffr"
+    content = bytearray(file_of([b"x" * 100] * 5))
+    content[-1] ^= 1
+    path.write_bytes(content)
+    first = int(FileReader(path).get_offsets(0)[0])
+    done = subprocess.run(
+        [sys.executable, "-c", BAD_SECTOR, str(path), str(first)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    bad, flipped = done.stdout.splitlines()
+    assert bad == f"0 record 0 is damaged: {path}: Input/output error"
+    assert flipped.startswith("4 record 4 is damaged")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -18,10 +18,6 @@ from ffrecord.cli.common import (
     print_result,
 )
 from ffrecord.cli.progress import Progress
-
-if TYPE_CHECKING:
-    from ffrecord.errors import RecordError
-    from ffrecord.reader import FileReader
 
 
 @click.command()
@@ -143,7 +139,7 @@ def verify(paths: tuple[str, ...], headers: bool, json: bool) -> int:
         if not headers:
             with Progress("verify", reader.n) as advance:
                 for first, last in reader.pieces():
-                    for error in _damaged(reader, range(first, last)):
+                    for error in reader.damaged_in(range(first, last)):
                         found.append(error)
                         if not json:
                             click.echo(str(error), err=True)
@@ -156,17 +152,3 @@ def verify(paths: tuple[str, ...], headers: bool, json: bool) -> int:
         else:
             print_result(result, False)
     return 1 if found else 0
-
-
-def _damaged(reader: FileReader, piece: range) -> Iterator[RecordError]:
-    """Yield an error for each damaged record of a piece, which is read at once if it is whole."""
-    from ffrecord.errors import RecordError
-
-    try:
-        reader.read(piece, writable=False)
-    except RecordError:
-        for index in piece:
-            try:
-                reader.read_one(index)
-            except RecordError as error:
-                yield error

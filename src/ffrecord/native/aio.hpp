@@ -34,6 +34,9 @@ class Aio {
   int error() const { return error_; }
   bool is_inherited() const { return process_ != getpid(); }
 
+  // In a forked child: a context is no descriptor, and stays with the parent.
+  void let_go_after_fork() {}
+
   void add_read(unsigned slot, int descriptor, void *to, size_t length, int64_t offset) {
     iocb &request = requests_[slot];
     request = {};

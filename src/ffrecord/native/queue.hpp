@@ -9,6 +9,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <pthread.h>
 
 #include <array>
 #include <cstdio>
@@ -31,6 +32,11 @@ constexpr int64_t kPiece = 256 * 1024;  // bytes of one direct read, a multiple 
 template <class Queue>
 inline Queue *thread_queue(int &why) {
   thread_local std::unique_ptr<Queue> queue;
+  // The handler runs in the thread that forks, the only one that lives on in the child.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] {
+    if (queue) queue->let_go_after_fork();
+  });
+  if ((why = registered)) return nullptr;
   if (!queue || queue->is_inherited() || queue->error()) queue = std::make_unique<Queue>(kEntries);
   why = queue->error();
   return why ? nullptr : queue.get();
@@ -225,13 +231,19 @@ inline int probe_queue(int descriptor) {
   uint8_t byte = 0, expected = 0;
   if (pread(descriptor, &expected, 1, 0) != 1) return EIO;
   queue->add_read(0, descriptor, &byte, 1, 0);
-  if (!queue->submit_and_wait()) {
-    const int code = errno;
-    queue->give_up([](unsigned, int64_t) {});
-    return code ? code : EIO;
-  }
   int64_t result = -EIO;
-  queue->reap([&](unsigned, int64_t got) { result = got; });
+  // A signal may end the wait before the read is done, and its byte lies on this stack.
+  for (bool done = false; !done;) {
+    if (!queue->submit_and_wait()) {
+      const int code = errno;
+      queue->give_up([](unsigned, int64_t) {});
+      return code ? code : EIO;
+    }
+    queue->reap([&](unsigned, int64_t got) {
+      result = got;
+      done = true;
+    });
+  }
   if (result < 0) return static_cast<int>(-result);
   return result == 1 && byte == expected ? 0 : EIO;
 }

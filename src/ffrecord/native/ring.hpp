@@ -67,6 +67,9 @@ class Ring {
   int error() const { return error_; }
   bool is_inherited() const { return process_ != getpid(); }
 
+  // In a forked child, before anybody can close the ring's descriptor and use its number again.
+  void let_go_after_fork() { fail(EOWNERDEAD); }
+
   void add_read(unsigned slot, int descriptor, void *to, size_t length, int64_t offset) {
     add(slot, IORING_OP_READ, descriptor, to, static_cast<unsigned>(length), offset);
   }
