@@ -7,18 +7,20 @@ again. Removing one does not disturb whoever has it open, so nobody counts reade
 
 What all blocks take is kept below the bound by a number in the file `bytes`, changed under a lock:
 room is reserved before a block is written. A process that dies in between leaves the number too
-high, which the next clearing, which counts, puts right.
+high, which the next clearing, which counts, puts right; a number that cannot be read is counted.
+
+A cache that fails costs time, never a read: what cannot be kept is not, and that is said once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
-import tempfile
+import secrets
 import time
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +51,7 @@ class BlockCache:
             raise ValueError(f"cache_bytes is {most}: give {BLOCK + _CHECKSUM} or more")
         self.directory = Path(directory)
         self.most = most
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._has_warned = False
         with self._locked():
             pass
 
@@ -72,54 +74,77 @@ class BlockCache:
         return block
 
     def put(self, url: str, version: str, number: int, block: bytes) -> None:
-        """Keep a block; where there is no room for it on the disk, do not."""
+        """Keep a block, or do not: without room within the bound, or where the disk refuses."""
         path = self._path(url, version, number)
-        size = len(block) + _CHECKSUM
-        if path.exists():
-            return
         try:
-            temporary = self._make(path.parent, size)
-            try:
-                with open(temporary, "r+b") as file:
-                    file.write(block)
-                    file.write(zlib.crc32(block).to_bytes(_CHECKSUM, "little"))
-                # A link does not replace: of two that write a block, the second finds it there.
-                os.link(temporary, path)
-            finally:
-                os.unlink(temporary)
-        except FileExistsError:
-            self._return(size)
+            if not path.exists():
+                self._keep(path, block)
         except OSError as error:
-            self._return(size)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"blocks are not kept in the cache {self.directory}: {error}", stacklevel=2
+                )
 
     def used(self) -> int:
         """Return the bytes that are reserved for blocks."""
         with self._locked() as file:
-            return _number(file)
+            return self._reserved(file)
+
+    def _reserved(self, file: int) -> int:
+        number = _number(file)
+        return self._clear(None) if number is None else number
 
     def _path(self, url: str, version: str, number: int) -> Path:
         digest = hashlib.sha256(f"{url}\0{version}\0{BLOCK}".encode()).hexdigest()[:32]
         return self.directory / digest[:2] / f"{digest}-{number}"
 
-    def _make(self, folder: Path, size: int) -> str:
-        """Reserve room and make the file that takes it; whoever clears meanwhile counts it."""
+    def _keep(self, path: Path, block: bytes) -> None:
+        size = len(block) + _CHECKSUM
+        temporary = self._make(path.parent, size)
+        if temporary is None:
+            return
+        kept = False
+        try:
+            with open(temporary, "r+b") as file:
+                file.write(block)
+                file.write(zlib.crc32(block).to_bytes(_CHECKSUM, "little"))
+            # A link does not replace: of two that write a block, the second finds it there.
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+                kept = True
+        finally:
+            # After a clearing that took it for left behind it is gone.
+            temporary.unlink(missing_ok=True)
+            if not kept:
+                self._return(size)
+
+    def _make(self, folder: Path, size: int) -> Path | None:
+        """Reserve room and make the file that takes it; whoever clears meanwhile counts it.
+
+        Returns:
+            The file, or None where others are writing what fills the bound.
+        """
         with self._locked() as file:
-            total = _number(file) + size
+            total = self._reserved(file) + size
             if total > self.most:
                 total = self._clear(int(self.most * _LEFT_AFTER_CLEARING) - size) + size
+            if total > self.most:
+                _set_number(file, total - size)
+                return None
             _set_number(file, total)
-            folder.mkdir(exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
-            os.ftruncate(descriptor, size)
-            os.close(descriptor)
-            return temporary
+            try:
+                return _new_file(folder, size)
+            except BaseException:
+                _set_number(file, total - size)
+                raise
 
     def _return(self, size: int) -> None:
         """Give back room of a block that is not there."""
         with self._locked() as file:
-            _set_number(file, max(_number(file) - size, 0))
+            number = _number(file)
+            if number is not None:
+                _set_number(file, max(number - size, 0))
 
     def _drop(self, path: Path) -> None:
         with contextlib.suppress(OSError):
@@ -127,8 +152,12 @@ class BlockCache:
             path.unlink()
             self._return(size)
 
-    def _clear(self, most: int) -> int:
-        """Remove the blocks that were not used for the longest time; return what is left."""
+    def _clear(self, most: int | None) -> int:
+        """Remove the blocks that were not used for the longest time; return what is left.
+
+        Args:
+            most: How many bytes to leave; None: all.
+        """
         found: list[tuple[float, int, str]] = []
         for folder in os.scandir(self.directory):
             if not folder.is_dir():
@@ -143,7 +172,7 @@ class BlockCache:
                     found.append((status.st_mtime, status.st_size, entry.path))
         left = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
-            if left <= most:
+            if most is None or left <= most:
                 break
             if not os.path.basename(path).startswith(".new-"):
                 with contextlib.suppress(FileNotFoundError):
@@ -153,19 +182,37 @@ class BlockCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
+        self.directory.mkdir(parents=True, exist_ok=True)  # it may be removed at any time
         descriptor = os.open(self.directory / "bytes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield descriptor
         finally:
+            # Closing alone would leave the lock to a child that was forked meanwhile.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
-def _number(descriptor: int) -> int:
+def _new_file(folder: Path, size: int) -> Path:
+    """Make a file of a size, with the mode that the umask leaves, so that all may share it."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f".new-{secrets.token_hex(6)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
     try:
-        return int(os.pread(descriptor, 32, 0) or b"0")
-    except ValueError:
-        return 0
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _number(descriptor: int) -> int | None:
+    """Read the number of reserved bytes; None where there is none, as in a new cache."""
+    text = os.pread(descriptor, 32, 0)
+    return int(text) if text.isdigit() else None
 
 
 def _set_number(descriptor: int, number: int) -> None:
