@@ -9,12 +9,15 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ffrecord.parts import part_name
 from ffrecord.paths import PathLike
 from ffrecord.whole import whole_directory
 from ffrecord.writer import FileWriter
+
+if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
 
 
 class SizedDataset(Protocol):
@@ -25,7 +28,11 @@ class SizedDataset(Protocol):
 
 
 # Set in each worker, by inheritance (fork) or by pickle (spawn).
-_work: tuple[SizedDataset, Callable[[Any], Any]] | None = None
+_work: tuple[SizedDataset, Callable[[Any], Any], Event] | None = None
+
+
+class _Stopped(Exception):  # noqa: N818 (no error, and seen by nobody)
+    """Another worker has failed."""
 
 
 def dump(
@@ -62,8 +69,11 @@ def dump(
     target, n = Path(fname), len(dataset)
     if target.exists():
         raise FileExistsError(f"{target} exists: remove it, or give another name")
+    target.parent.mkdir(parents=True, exist_ok=True)
     if nfiles == 1:
-        _write(dataset, serialize, str(target), 0, n)
+        _write(dataset, serialize, None, str(target), 0, n)
+        if verbose:
+            print(target)
         if progress:
             progress(n)
         return
@@ -73,12 +83,12 @@ def dump(
         warnings.warn(
             f"{n} items make {len(starts)} files of {each}, not {nfiles}", UserWarning, stacklevel=2
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context(start_method)
+    stop = context.Event()
     count = min(len(starts), workers or min(16, len(os.sched_getaffinity(0))))
     with (
         whole_directory(target) as work,
-        ProcessPoolExecutor(count, context, _start_worker, (dataset, serialize)) as pool,
+        ProcessPoolExecutor(count, context, _start_worker, (dataset, serialize, stop)) as pool,
     ):
         tasks = {
             pool.submit(_work_on, str(work / part_name(k)), start, min(start + each, n)): k
@@ -93,13 +103,14 @@ def dump(
                 if progress:
                     progress(min(each, n - starts[number]))
         except BaseException:
+            stop.set()
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _start_worker(dataset: SizedDataset, serialize: Callable[[Any], Any]) -> None:
+def _start_worker(dataset: SizedDataset, serialize: Callable[[Any], Any], stop: Event) -> None:
     global _work
-    _work = dataset, serialize
+    _work = dataset, serialize, stop
 
 
 def _work_on(path: str, start: int, stop: int) -> None:
@@ -108,8 +119,15 @@ def _work_on(path: str, start: int, stop: int) -> None:
 
 
 def _write(
-    dataset: SizedDataset, serialize: Callable[[Any], Any], path: str, start: int, stop: int
+    dataset: SizedDataset,
+    serialize: Callable[[Any], Any],
+    stop_now: Event | None,
+    path: str,
+    start: int,
+    stop: int,
 ) -> None:
     with FileWriter(path, stop - start) as writer:
         for index in range(start, stop):
+            if stop_now is not None and stop_now.is_set():
+                raise _Stopped
             writer.write_one(serialize(dataset[index]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -76,3 +77,30 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
         dump(Squares(), tmp_path / "set.ffr", 2)
     with pytest.raises(ValueError, match="nfiles is 0"):
         dump(Squares(), tmp_path / "new.ffr", 0)
+
+
+class Slow(Squares):
+    """Items that take a while; the first fails at once."""
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            time.sleep(0.1)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_fails_stops_the_others(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="item 0"):
+        dump(Slow(400, raises=0), tmp_path / "set.ffr", 2, workers=2)  # 20 s to the end
+    assert time.monotonic() - begin < 10
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("nfiles", [1, 2])
+def test_directories_are_made_and_names_printed_for_one_file_and_for_many(
+    nfiles: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "new" / "set.ffr"
+    dump(Squares(), target, nfiles, verbose=True, workers=1)
+    names = [target] if nfiles == 1 else [target / f"PART_{k:05d}.ffr" for k in range(nfiles)]
+    assert sorted(capsys.readouterr().out.split()) == [str(name) for name in names]

@@ -47,8 +47,16 @@ def detect_source(path: Path) -> str:
             for name in names
         ):
             return "huggingface"
-        parts = any(name.endswith(_SUFFIX) for name in names)
-        return "ffrecord" if path.name.endswith(_SUFFIX) or parts else "folder"
+        shown = {name for name in names if not name.startswith(".")}
+        parts = {name for name in shown if name.endswith(_SUFFIX)}
+        if path.name.endswith(_SUFFIX) or (parts and parts == shown):
+            return "ffrecord"
+        if parts:
+            raise ValueError(
+                f"{path} has record files and others ({min(shown - parts)}): say which are meant "
+                "(--from, source_format): ffrecord or folder"
+            )
+        return "folder"
     return _by_suffix(path, "--from, source_format")
 
 

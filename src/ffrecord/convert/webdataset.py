@@ -28,22 +28,27 @@ def write(path: Path, source: Source, options: Options) -> Counts:
     """Write an archive; records without a key are named by their place as ten digits and ".bin".
 
     Compressed by gzip if its name ends with "gz". Equal records give equal bytes.
+
+    Raises:
+        ValueError: Two records have one name; unpacking would keep one of them.
     """
-    count = 0
+    names: set[str] = set()
     with (
         whole_file(path) as work,
         create(work, path.name.endswith("gz")) as file,
         tarfile.open(fileobj=file, mode="w") as archive,
     ):
         for name, data in named(source.entries, ".bin"):
+            if name in names:
+                raise ValueError(f"two records would be {name!r} in {path}: give other keys")
+            names.add(name)
             content = bytes(data)
             member = tarfile.TarInfo(name)
             member.size = len(content)
             member.mode = 0o644
             archive.addfile(member, io.BytesIO(content))
             _forget_headers(archive)
-            count += 1
-    return Counts(count)
+    return Counts(len(names))
 
 
 def split_name(name: str) -> tuple[str, str]:

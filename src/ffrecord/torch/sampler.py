@@ -76,6 +76,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"global_batch is {global_batch}: give a multiple of world_size, {world_size}"
             )
+        if not -(1 << 63) <= seed < 1 << 63:
+            raise ValueError(f"seed is {seed}: give a signed integer of 64 bits")
         if tail not in _TAILS:
             raise ValueError(f'tail is {tail!r}: give "pad", "drop" or "uneven"')
         if tail == "drop" and self.n < global_batch:

@@ -227,3 +227,16 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) != 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_record_files_and_others_is_asked_about(source: Path) -> None:
+    mixed = source.parent / "mixed"
+    mixed.mkdir()
+    source.rename(mixed / "a.ffr")
+    (mixed / ".hidden").touch()
+    assert detect_source(mixed) == "ffrecord"
+    (mixed / "readme.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"record files and others \(readme\.txt\): say which"):
+        convert([mixed], source.parent / "b.tar")
+    counts = convert([mixed], source.parent / "b.ffr", source_format="folder")
+    assert counts.records == 3

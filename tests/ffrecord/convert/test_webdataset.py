@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ffrecord import FileWriter
 from ffrecord.convert import Options, convert
 from ffrecord.convert.webdataset import split_name
 from tests.ffrecord.convert.conftest import Rows, rows_of
@@ -103,3 +104,12 @@ def test_directories_are_passed_over_and_a_name_twice_is_refused(tmp_path: Path)
 def test_names_are_split_at_the_first_dot_of_their_last_part() -> None:
     assert split_name("a.b/c.seg.png") == ("a.b/c", "seg.png")
     assert split_name("plain") == ("plain", "")
+
+
+def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
+    with FileWriter(tmp_path / "a.ffr") as writer:
+        writer.write_one(b"1", "0000000001.bin")
+        writer.write_one(b"2")
+    with pytest.raises(ValueError, match=r"two records would be '0000000001\.bin'"):
+        convert([tmp_path / "a.ffr"], tmp_path / "a.tar")
+    assert not (tmp_path / "a.tar").exists()

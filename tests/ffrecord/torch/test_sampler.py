@@ -158,6 +158,7 @@ def test_setting_the_epoch_that_is_under_way_keeps_the_place() -> None:
         ({"world_size": 3}, "multiple of world_size, 3"),
         ({"global_batch": 0}, "global_batch is 0"),
         ({"rank": 2, "world_size": 2}, "rank is 2: give 0 to 1"),
+        ({"seed": 1 << 63}, "seed is 9223372036854775808: give a signed integer of 64 bits"),
         ({"tail": "short"}, '"pad", "drop" or "uneven"'),
         ({"dataset": 7, "tail": "drop"}, "would leave out all 7"),
     ],
