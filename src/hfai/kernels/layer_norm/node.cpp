@@ -260,8 +260,7 @@ bool is_plain(const Tensor &tensor) {
                                        c10::DispatchKey::AutogradCUDA,
                                        c10::DispatchKey::AutocastCPU,
                                        c10::DispatchKey::AutocastCUDA});
-  return (tensor.key_set().raw_repr() & ~plain.raw_repr()) == 0 &&
-         tensor.layout() == at::kStrided;
+  return (tensor.key_set() | plain) == plain && tensor.layout() == at::kStrided;
 }
 
 // Whether a kernel may read dy in this backward pass: nothing watches torch's operators.
