@@ -71,7 +71,7 @@ class OpenFiles:
         self._leases: dict[int, int] = {}
         self._forgotten: deque[int] = deque()
         self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._are_inherited = False
 
     def __len__(self) -> int:
         return len(self._open)
@@ -100,7 +100,6 @@ class OpenFiles:
         May be called by the garbage collector at any point, also while this thread holds the lock;
         then whoever holds it closes the file.
         """
-        self._after_fork()
         self._forgotten.append(file.number)
         if self._lock.acquire(blocking=False):
             try:
@@ -109,8 +108,8 @@ class OpenFiles:
                 self._lock.release()
 
     def _take(self, file: SourceFile) -> int:
-        self._after_fork()
         with self._lock:
+            self._check_inherited()
             descriptor = self._open.get(file.number)
             if descriptor is None:
                 self._make_room(1)
@@ -134,6 +133,7 @@ class OpenFiles:
             self._make_room(0)
 
     def _close_forgotten(self) -> None:
+        self._check_inherited()
         for _ in range(len(self._forgotten)):
             number = self._forgotten.popleft()
             if number in self._leases:
@@ -149,20 +149,25 @@ class OpenFiles:
         for number in idle[:excess]:
             os.close(self._drop(number))
 
-    def _after_fork(self) -> None:
-        # A thread of the parent may have held the lock or a lease: neither exists here.
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._lock = threading.Lock()
-            self._leases = {}
-            for number, descriptor in list(self._open.items()):
-                if not _is_still(descriptor, self._files[number]):
-                    # Closed, and perhaps somebody else's by now: not ours to close.
-                    self._drop(number)
+    def after_fork(self) -> None:
+        """Go on in a child; a thread of the parent may have held the lock or a lease."""
+        self._lock = threading.Lock()
+        self._leases = {}
+        self._are_inherited = True
+
+    def _check_inherited(self) -> None:
+        if not self._are_inherited:
+            return
+        self._are_inherited = False
+        for number, descriptor in list(self._open.items()):
+            if not _is_still(descriptor, self._files[number]):
+                # Closed, and perhaps somebody else's by now: not ours to close.
+                self._drop(number)
 
     def _drop(self, number: int) -> int:
-        del self._files[number]
-        return self._open.pop(number)
+        descriptor = self._open.pop(number)
+        del self._files[number]  # last: what is open has one at any moment a fork may come
+        return descriptor
 
 
 def _is_still(descriptor: int, file: tuple[int, int]) -> bool:
@@ -179,3 +184,4 @@ def _file_behind(descriptor: int) -> tuple[int, int]:
 
 OPEN_FILES = OpenFiles(limit=128)
 """The open files of this process."""
+os.register_at_fork(after_in_child=OPEN_FILES.after_fork)
