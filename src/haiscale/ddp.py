@@ -4,8 +4,10 @@
     model = DistributedDataParallel(model, device_ids=[local_rank])
 
 A subclass that adds a communication hook and nothing else: buckets, unused parameters,
-accumulation, `join`, checkpoints and mixed precision are torch's. The hook is registered when the
-model is first used, so a script that registers its own keeps it. No thread outlives the group.
+accumulation, `join`, checkpoints and mixed precision are torch's. What the hook needs is made with
+the model, which is where torch's class has its ranks meet too; it is registered when the model is
+first used, by each rank for itself, so a script that registers its own keeps it, and one rank may
+run the model alone. No thread outlives the group.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import distributed as dist
 from torch import nn
 from torch.nn import parallel
@@ -54,19 +57,24 @@ class DistributedDataParallel(_Base):
         self.reducer = _Stoppable(bare)
         self.path = ""
         self._backend = backend
-        self._joined = False
-        why = self._why_torch()
-        if backend == "hfreduce" and why:
+        self._joined = self._restored = False
+        self._state: HookState | None = None
+        self._why = why = self._why_torch()
+        if backend == "hfreduce" and why and dist.get_world_size(self.process_group) > 1:
             raise ValueError(f"backend='hfreduce' cannot be: {why}")
+        if not why:
+            self._make_state()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, as torch's class does."""
-        self._decide()
+        if not self.path:
+            self._decide()
         return super().forward(*inputs, **kwargs)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return what a rank does that has no data left, as torch's class does."""
-        self._decide()  # such a rank has to average with the others though it never runs the module
+        if not self.path:  # such a rank has to average with the others, and may never run the model
+            self._decide()
         self._joined = False
         return super().join_hook(**kwargs)
 
@@ -74,11 +82,13 @@ class DistributedDataParallel(_Base):
         """Average by a hook of one's own, as with torch's class."""
         with _Bare(self):
             super().register_comm_hook(state, hook)
+        self._state = None
         self.path = f"a hook of the script's: {hook.__qualname__}"
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         with _Bare(self):
             super()._register_builtin_comm_hook(comm_hook_type)
+        self._state = None
         self.path = f"a hook of torch's: {comm_hook_type}"
 
     def _match_all_reduce_for_bwd_pass(
@@ -87,25 +97,33 @@ class DistributedDataParallel(_Base):
         self._joined = True
         super()._match_all_reduce_for_bwd_pass()
 
+    def _make_state(self) -> None:
+        """Have all ranks make what the hook needs, or learn why it cannot be."""
+        try:
+            self._state = HookState(self.process_group, _active_of(weakref.ref(self)))
+        except UnavailableError as error:
+            if self._backend == "hfreduce":
+                raise
+            self._why = str(error)
+
+    @torch._disable_dynamo
     def _decide(self) -> None:
-        if self.path:
-            return
-        why = "it was asked for" if self._backend == "torch" else self._why_torch()
-        if not why:
-            try:
-                state = HookState(self.process_group, _active_of(weakref.ref(self)))
-            except UnavailableError as error:
-                if self._backend == "hfreduce":
-                    raise
-                why = str(error)
-            else:
-                self.register_comm_hook(state, average)
-        self.path = f"torch: {why}" if why else "hfreduce"
+        if self._restored:
+            if not torch.is_grad_enabled():
+                return  # one rank may do that alone; there is nothing to average yet
+            self._restored = False
+            if not self._why:
+                self._make_state()
+        if (state := self._state) is not None:
+            self.register_comm_hook(state, average)
+        self.path = f"torch: {self._why}" if self._why else "hfreduce"
         if self.process_group.rank() == 0:
             _log.info("DistributedDataParallel averages through %s", self.path)
 
     def _why_torch(self) -> str:
         """Return why the process group's own all-reduce is the way, or nothing."""
+        if self._backend == "torch":
+            return "it was asked for"
         if self.mixed_precision is not None:
             return "torch's mixed_precision registers hooks of its own"
         kind = next((p.device.type for p in self.module.parameters() if p.requires_grad), "cpu")
@@ -117,9 +135,20 @@ class DistributedDataParallel(_Base):
             return "there is one rank"
         return ""
 
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        # A reducer belongs to its process, and a copy makes its own.
+        state["_state"] = None
+        state["_comm_hooks"] = [pair for pair in self._comm_hooks if pair[0] is not average]
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.path = ""
+        # One rank may read or copy a model alone, with torch's class: so the ranks meet later, when
+        # the model first runs for its gradients.
+        self._restored = True
+        self._why = self._why_torch()
         self.reducer = _Stoppable(self.__dict__["reducer"])
 
 

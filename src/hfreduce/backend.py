@@ -66,11 +66,13 @@ class ProcessGroup(_Base):
         self._inner._set_sequence_number_for_group()
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self._inner)
+        self._nccl: Any = None
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = _torch.ProcessGroupNCCL.Options()
             options._timeout = timeout
             nccl = _torch.ProcessGroupNCCL(_torch.PrefixStore("nccl/", store), rank, size, options)
             nccl._set_sequence_number_for_group()
+            self._nccl = nccl
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
     @property
@@ -280,6 +282,9 @@ class ProcessGroup(_Base):
     def set_timeout(self, timeout: timedelta) -> None:
         """Change how late a rank may be."""
         self._timeout = timeout
+        for backend in (self._inner, self._nccl):
+            if backend is not None:
+                backend._set_default_timeout(timeout)
         if self._reducer is not None:
             self._reducer.set_timeout(timeout)
 

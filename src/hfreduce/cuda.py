@@ -158,6 +158,11 @@ class CudaReducer:
         tensor.record_stream(self._back)
         return CudaHandle(future, done, self._back)
 
+    def set_timeout(self, seconds: float) -> None:
+        """Change how late a rank may be, for calls under way too."""
+        self._timeout = seconds
+        self._group.set_timeout(seconds)
+
     def close(self) -> None:
         """End the calls under way with an error, and unpin the memory."""
         self._group.stop()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 from hfreduce.errors import DeadPeerError, LatePeerError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Watch = Callable[[], "int | None"]
 # Gives everyone's text, by rank, for this rank's; may look in between whether all live.
 Exchange = Callable[[str, "Watch | None"], "list[str]"]
-_LOOK_EVERY = 0.25  # seconds
+_PAUSES = 0.001, 0.05  # seconds between two looks at the store, at first and at last
 
 
 def through_store(store: Store, rank: int, world_size: int, name: str, timeout: float) -> Exchange:
@@ -50,26 +50,41 @@ def through_store(store: Store, rank: int, world_size: int, name: str, timeout: 
         rounds += 1
         store.set(f"{prefix}/{rank}", text)
         keys = [f"{prefix}/{peer}" for peer in range(world_size)]
-        while not _came(store, keys, min(_LOOK_EVERY, deadline - time.monotonic())):
-            missing = [peer for peer, key in enumerate(keys) if not _is_there(store, key)]
+        pause, longest = _PAUSES
+        # No store.wait: where it ends by its time, some stores log a warning each time.
+        while not _are_there(store, keys):
             dead = watch() if watch is not None else None
-            if dead in missing:
-                raise DeadPeerError(f"rank {dead} died while the group {name!r} was made", dead)
-            if missing and time.monotonic() > deadline:
-                shown = ", ".join(f"rank {peer}" for peer in missing)
-                raise LatePeerError(
-                    f"{shown} did not come to make the group {name!r} within {timeout:g} s: look "
-                    f"for its error, or raise the timeout",
-                    missing[0],
-                )
-            time.sleep(0.01)  # a store whose server is gone answers at once, and nothing
+            late = time.monotonic() > deadline
+            if dead is not None or late:
+                missing = [peer for peer, key in enumerate(keys) if not _are_there(store, [key])]
+                if dead in missing:
+                    raise DeadPeerError(f"rank {dead} died while the group {name!r} was made", dead)
+                if missing and late:
+                    shown = ", ".join(f"rank {peer}" for peer in missing)
+                    raise LatePeerError(
+                        f"{shown} did not come to make the group {name!r} within {timeout:g} s: "
+                        f"look for its error, or raise the timeout",
+                        missing[0],
+                    )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         return [store.get(key).decode() for key in keys]
 
     return exchange
 
 
-def through_group(group: dist.ProcessGroup | None) -> Exchange:
-    """Return an exchange through a process group that exists already; None is the default one."""
+def through_group(group: dist.ProcessGroup | None, timeout: float) -> Exchange:
+    """Return an exchange between the ranks of a process group; None is the default one.
+
+    It uses the group's store where there is one. A collective of gloo leaves a tensor to gloo's
+    thread, which needs the GIL to drop it, and torch 2.13 joins that thread with the GIL held: a
+    group that ends within some milliseconds of the collective would hang.
+    """
+    found = getattr(distributed_c10d, "_world", None)
+    of_group = found.pg_map.get(dist.group.WORLD if group is None else group) if found else None
+    if of_group is not None and of_group[1] is not None:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        return through_store(of_group[1], rank, world_size, "of a process group", timeout)
 
     def exchange(text: str, watch: Watch | None) -> list[str]:
         texts: list[Any] = [None] * dist.get_world_size(group)
@@ -93,16 +108,8 @@ def through_collectives(group: Reducer) -> Exchange:
     return exchange
 
 
-def _came(store: Store, keys: list[str], seconds: float) -> bool:
+def _are_there(store: Store, keys: list[str]) -> bool:
     try:
-        store.wait(keys, timedelta(seconds=max(0.001, seconds)))
-    except RuntimeError:  # the time is over, or the store's own server is gone
-        return False
-    return True
-
-
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        return bool(store.check([key]))
+        return bool(store.check(keys))
     except RuntimeError:  # the store's own server is gone
         return False

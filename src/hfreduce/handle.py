@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # the built-in from 3.11 on
 
@@ -9,10 +10,15 @@ import torch
 
 
 class Handle:
-    """A call under way."""
+    """A call under way.
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    Args:
+        future: Of the call.
+        interrupt: Called where a signal's handler raises while somebody waits.
+    """
+
+    def __init__(self, future: Future[None], interrupt: Callable[[], None] | None = None) -> None:
+        self._future, self._interrupt = future, interrupt
 
     def done(self) -> bool:
         """Say whether the call has ended, well or not."""
@@ -35,9 +41,13 @@ class Handle:
         try:
             self._future.result(timeout)
         except FutureTimeoutError:
-            if self._future.done():
+            if self._future.done() or timeout is None:
                 raise
             raise TimeoutError(f"the call has not ended after {timeout:g} s") from None
+        except BaseException:
+            if self._interrupt is not None and not self._future.done():
+                self._interrupt()  # as where a call that is waited for at once is interrupted
+            raise
 
     def torch_future(self, value: object) -> torch.futures.Future[object]:
         """Return torch's kind of future, which holds `value` when the call has ended well."""

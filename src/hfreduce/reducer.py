@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -88,7 +89,7 @@ class Reducer:
         cls,
         group: dist.ProcessGroup | None = None,
         *,
-        timeout: float | timedelta = DEFAULT_TIMEOUT,
+        timeout: float | timedelta | None = None,
         threads: int | None = None,
         chunk_bytes: int = segment.CHUNK_BYTES,
     ) -> Reducer:
@@ -96,17 +97,18 @@ class Reducer:
 
         Args:
             group: That meets to make the reducer; None: the default group.
-            timeout: As for the class.
+            timeout: As for the class; None: the group's own.
             threads: As for the class.
             chunk_bytes: As for the class.
         """
         self = cls.__new__(cls)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        meeting = exchange.through_group(group)
         label = f"rank {rank} (global rank {dist.get_rank()})" if group is not None else None
-        self._connect(
-            meeting, rank, world_size, arguments.seconds(timeout), threads, chunk_bytes, label
-        )
+        if timeout is None:
+            timeout = _timeout_of(dist.group.WORLD if group is None else group)
+        seconds = arguments.seconds(timeout)
+        meeting = exchange.through_group(group, seconds)
+        self._connect(meeting, rank, world_size, seconds, threads, chunk_bytes, label)
         return self
 
     def _connect(
@@ -131,7 +133,7 @@ class Reducer:
         outcome.check(ended, group, self.labels, rank, "the group's first meeting", timeout)
         self.settings = settings
         self._group, self._process = group, os.getpid()
-        self._worker = Worker(f"hfreduce-{rank}")
+        self._worker = Worker(f"hfreduce-{rank}", group.interrupt)
         self._members, self._threads = members, threads
         self._gpus: dict[int, CudaReducer] = {}
         self._end = weakref.finalize(self, _end, group, self._worker, self._process, self._gpus)
@@ -318,6 +320,8 @@ class Reducer:
         """Change how late a rank may be, for the calls that follow."""
         self.timeout = arguments.seconds(timeout)
         self._group.set_timeout(self.timeout)
+        for gpu in self._gpus.values():
+            gpu.set_timeout(self.timeout)
 
     def close(self) -> None:
         """Leave the group: calls under way end with an error, and other ranks are told.
@@ -352,7 +356,7 @@ class Reducer:
     def _start(self, job: Job, async_op: bool) -> Handle | None:
         self._check_process()
         if async_op:
-            return Handle(self._worker.submit(job))
+            return Handle(self._worker.submit(job), self._group.interrupt)
         self._worker.call(job)
         return None
 
@@ -426,6 +430,19 @@ class Reducer:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank}: the group has {self.world_size}, from 0")
         return rank
+
+
+def _timeout_of(group: object) -> float | timedelta:
+    """Return the timeout of a process group, or the usual one where it does not say."""
+    own = getattr(group, "_timeout", None)  # hfreduce's
+    if isinstance(own, timedelta):
+        return own
+    for device in getattr(group, "_device_types", ()):
+        with suppress(AttributeError, RuntimeError):  # not all backends have options
+            found = group._get_backend(device).options._timeout  # type: ignore[attr-defined]
+            if isinstance(found, timedelta) and found > timedelta():
+                return min(found, timedelta(days=365))  # some groups' have no end
+    return DEFAULT_TIMEOUT
 
 
 def _end(group: Group, worker: Worker, process: int, gpus: dict[int, CudaReducer]) -> None:

@@ -133,7 +133,7 @@ def connect(
                 "descriptor": group.descriptor,
                 "settings": settings.__dict__,
             }
-        except OSError as error:
+        except (OSError, RuntimeError, ValueError) as error:
             offer = {"error": str(error)}
     watch = _watch(members)
     offer = json.loads(exchange(json.dumps(offer), watch)[0])
@@ -154,14 +154,16 @@ def connect(
                 **patience,
             )
         except OSError as error:
+            failed = (
+                f"{error}: the ranks of a node must run as one user and see each other in /proc, "
+                f"and the memory must fit each one's limits"
+            )
+        except (RuntimeError, ValueError) as error:
             failed = str(error)
     # Nobody waits in the memory for a rank that could not open it.
     for peer, problem in enumerate(exchange(failed, watch)):
         if problem:
-            raise ConnectionError(
-                f"rank {peer} could not open the group's memory ({problem}): the ranks of a node "
-                f"must run as one user and see each other in /proc"
-            )
+            raise ConnectionError(f"rank {peer} could not open the group's memory: {problem}")
     assert group is not None
     outcome = group.join([m.pid for m in members], [m.start for m in members], timeout)
     return group, settings, outcome

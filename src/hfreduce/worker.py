@@ -2,7 +2,8 @@
 
 A call that the caller waits for runs in the caller's own thread if nothing is before it: handing it
 over would cost more than a small all-reduce. The rest runs in one thread, which starts with the
-first asynchronous call and ends with `close`.
+first asynchronous call and ends with `close`. That thread also runs the callbacks of futures, and a
+callback may call a collective: it runs there and then, after all that was queued before it.
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 Job = Callable[[], None]
 
 
 class Worker:
-    """Runs jobs one after the other."""
+    """Runs jobs one after the other.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.RLock()  # a signal's handler may close what it interrupts
+    Args:
+        name: Of its thread.
+        interrupt: Called where a signal's handler raises while `call` waits for what is queued.
+    """
+
+    def __init__(self, name: str, interrupt: Callable[[], None] | None = None) -> None:
+        self._name, self._interrupt = name, interrupt
+        # A signal's handler may close what it interrupts, and close waits for the thread: so the
+        # lock is reentrant, and the thread takes it only where it can see that it is closed.
+        self._lock = threading.RLock()
         self._inside = self._closed = False
         self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | None] = queue.SimpleQueue()
-        self._waiting = 0
+        self._queued = 0  # jobs; written by who holds the lock
+        self._ended = 0  # of them; written by the thread alone, or after its end
         self._thread: threading.Thread | None = None
+        self._serving: int | None = None  # the thread's own number while it runs
 
     def call(self, job: Job) -> None:
         """Run a job after those before it, and return when it is done.
@@ -32,10 +43,14 @@ class Worker:
         Raises:
             RuntimeError: A signal's handler called it in the middle of another call.
         """
+        if self._serving == threading.get_ident():
+            if (problem := self._run_within(job)) is not None:
+                raise problem
+            return
         with self._lock:
             if self._inside:
                 raise RuntimeError("a signal's handler cannot call a collective within another")
-            if not self._waiting:
+            if self._queued == self._ended:
                 self._inside = True
                 try:
                     job()
@@ -43,10 +58,22 @@ class Worker:
                     self._inside = False
                 return
             future = self._queue(job)
-        future.result()
+        try:
+            future.result()
+        except BaseException:
+            if self._interrupt is not None and not future.done():
+                self._interrupt()
+            raise
 
     def submit(self, job: Job) -> Future[None]:
-        """Run a job after those before it, and return at once."""
+        """Run a job after those before it, and return at once.
+
+        In a callback, which runs in the worker's own thread, it returns when the job is done.
+        """
+        if self._serving == threading.get_ident():
+            future: Future[None] = Future()
+            _tell(future, self._run_within(job))
+            return future
         with self._lock:
             return self._queue(job)
 
@@ -69,18 +96,48 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
-        self._waiting += 1
+        self._queued += 1
         self._jobs.put((job, future))
+        if self._closed:  # by a signal's handler since: nobody may be left who serves the job
+            self._run_queued()
+            self._jobs.put(None)
         return future
 
     def _serve(self) -> None:
+        self._serving = threading.get_ident()
         while (entry := self._jobs.get()) is not None:
-            job, future = entry
-            problem = _problem_of(job)
-            with self._lock:
-                self._waiting -= 1
-            _tell(future, problem)
-            del entry, job, future, problem  # keep no tensor while waiting for the next
+            self._run(*entry)
+            del entry  # keep no tensor while waiting for the next
+        self._serving = None  # another thread may get the number
+
+    def _run(self, job: Job, future: Future[None]) -> None:
+        problem = _problem_of(job)
+        self._ended += 1
+        _tell(future, problem)
+
+    def _run_queued(self) -> None:
+        closed = False
+        with suppress(queue.Empty):
+            while True:
+                entry = self._jobs.get_nowait()
+                if entry is None:
+                    closed = True
+                else:
+                    self._run(*entry)
+        if closed:
+            self._jobs.put(None)  # who serves must see it still
+
+    def _run_within(self, job: Job) -> BaseException | None:
+        """Run a job in the thread itself, in the middle of a callback."""
+        while not self._lock.acquire(timeout=0.05):
+            if self._closed:  # perhaps by a handler within the call that has the lock
+                return _problem_of(job)
+        self._queued += 1  # from here on nobody runs a call in a thread of his own
+        self._lock.release()
+        self._run_queued()
+        problem = _problem_of(job)
+        self._ended += 1
+        return problem
 
 
 def _problem_of(job: Job) -> BaseException | None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from haiscale.ddp import DistributedDataParallel
+from hfreduce import HookState
 from tests.hfreduce.ranks import Ranks, run
 
 STEPS, BATCH = 3, 4
@@ -325,3 +327,78 @@ def test_the_originals_names_are_the_same_class() -> None:
     from hfai.nn import parallel
 
     assert parallel.DistributedDataParallel is DistributedDataParallel
+
+
+def alone_first(rank: int, world: int, store: str) -> list[str]:
+    start("gloo", rank, world, store)
+    model = DistributedDataParallel(deep())
+    copied = copy.deepcopy(model) if rank == 0 else None
+    if rank == 0:
+        model(torch.ones(2, 6))
+        assert copied is not None
+        with torch.no_grad():
+            copied(torch.ones(2, 6))
+    dist.barrier()
+    model(torch.ones(2, 6)).sum().backward()
+    again = pickle.loads(pickle.dumps(model))  # it has been trained
+    again(torch.ones(2, 6)).sum().backward()
+    for a, b in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    paths = [model.path, again.path]
+    dist.destroy_process_group()
+    return paths
+
+
+def test_one_rank_may_run_and_copy_the_model_alone_before_training() -> None:
+    assert run(alone_first, 2) == [["hfreduce", "hfreduce"]] * 2
+
+
+def compiled(rank: int, world: int, store: str) -> str:
+    start("gloo", rank, world, store)
+    results = []
+    for kind in (TorchDDP, DistributedDataParallel):
+        torch.manual_seed(3)
+        model = kind(nn.Linear(6, 6))
+        step = torch.compile(model, backend="eager")
+        for turn in range(2):
+            step(batch(rank, turn, model)).square().mean().backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    dist.destroy_process_group()
+    return str(model.path)
+
+
+def test_a_compiled_model_trains() -> None:
+    assert run(compiled, 2) == ["hfreduce"] * 2
+
+
+def with_timeout(rank: int, world: int, store: str) -> float:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=17),
+    )
+    model = DistributedDataParallel(deep())
+    seconds = model._state.reducer.timeout
+    assert HookState().reducer.timeout == seconds
+    dist.destroy_process_group()
+    return float(seconds)
+
+
+def test_the_groups_own_timeout_counts() -> None:
+    assert run(with_timeout, 2) == [17.0] * 2
+
+
+def single(rank: int, world: int, store: str) -> str:
+    start("gloo", rank, world, store)
+    model = DistributedDataParallel(deep(), backend="hfreduce")
+    model(torch.ones(2, 6)).sum().backward()
+    dist.destroy_process_group()
+    return str(model.path)
+
+
+def test_one_process_may_ask_for_hfreduce() -> None:
+    assert run(single, 1) == ["torch: there is one rank"]

@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import hfreduce
 from hfreduce.backend import ProcessGroup
@@ -306,3 +309,54 @@ def test_importing_starts_no_thread_and_registers_the_backend_once() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [0, 1, False]
+
+
+def power_sgd(rank: int, world: int, store: str, backend: str) -> list[list[float]]:
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=30),
+    )
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [parameter.flatten().tolist() for parameter in model.parameters()]
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_hook_whose_callbacks_make_collectives_trains_as_on_gloo() -> None:
+    expected = run(power_sgd, 2, "gloo")
+    found = run(power_sgd, 2, "hfreduce")
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
+def new_timeout(rank: int, world: int, store: str) -> None:
+    start(rank, world, store, timeout=timedelta(seconds=60))
+    group: Any = dist.group.WORLD
+    dist.all_reduce(torch.ones(3))
+    group.set_timeout(timedelta(seconds=0.6))
+    if rank == 1:
+        time.sleep(2.5)
+        return
+    started = time.monotonic()
+    with pytest.raises(hfreduce.LatePeerError, match=r"rank 1 .* within 0\.6 s"):
+        dist.all_reduce(torch.ones(3))
+    with pytest.raises(RuntimeError, match="imed out"):  # gloo's, which receives
+        dist.recv(torch.ones(3), 1)
+    assert time.monotonic() - started < 2.4
+
+
+def test_set_timeout_counts_for_the_reducer_and_for_gloo() -> None:
+    run(new_timeout, 2)

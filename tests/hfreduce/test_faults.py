@@ -6,9 +6,12 @@ HFREDUCE_KILL_ROUNDS=200 lengthens the test that kills ranks at random points.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import random
+import resource
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -123,6 +126,122 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert "rank 1 did not come to make the group 'group' within 0.6 s" in ended[0].text
 
 
+def closes_with_two_under_way(rank: int, world: int, store: str, chunks: int) -> float | None:
+    shared = dist.FileStore(store, world)
+    count = 8 if chunks == 1 else chunks * (64 << 10) // 4
+    group = reducer(rank, world, store, timeout=10, threads=1, chunk_bytes=64 << 10)
+    if rank == 0:
+        kept = [torch.full((count,), value) for value in (1.0, 100.0)]
+        handles = [group.all_reduce(tensor, async_op=True) for tensor in kept]
+        time.sleep(0.2)
+        group.close()
+        for handle in handles:
+            assert handle is not None
+            with pytest.raises(RuntimeError, match="this Reducer is closed"):
+                handle.wait()
+        shared.set("closed", "1")
+        return None
+    shared.wait(["closed"])
+    tensor = torch.full((count,), 10.0)
+    try:
+        group.all_reduce(tensor)
+    except hfreduce.DeadPeerError:
+        return None
+    assert tensor.unique().numel() == 1
+    return float(tensor[0])
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_a_call_behind_one_that_closing_ended_writes_nothing(chunks: int) -> None:
+    assert run(closes_with_two_under_way, 2, chunks)[1] in (11.0, None)
+
+
+def waits_for_another(rank: int, world: int, store: str) -> float:
+    group = reducer(rank, world, store, timeout=20)
+    group.barrier()
+    if rank == 2:
+        os._exit(0)
+    time.sleep(1.5 * rank)
+    start = time.monotonic()
+    with pytest.raises(hfreduce.DeadPeerError) as caught:
+        group.all_reduce(torch.ones(8))
+    assert caught.value.rank == 2
+    return time.monotonic() - start
+
+
+def test_a_dead_rank_is_named_at_once_though_another_is_waited_for() -> None:
+    ended = Ranks(waits_for_another, 3).join()
+    assert ended[0].value < 1.0, ended[0].text
+    assert ended[1].value < 1.0, ended[1].text
+
+
+def one_cannot_map(rank: int, world: int, store: str, instructions: bool) -> None:
+    if rank == 1 and instructions:
+        os.environ["HFREDUCE_INSTRUCTIONS"] = "none"
+    elif rank == 1:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (200 << 20),) * 2)
+    reducer(rank, world, store, timeout=20, chunk_bytes=64 << 20)
+
+
+@pytest.mark.parametrize("instructions", [False, True])
+def test_a_rank_that_cannot_map_the_memory_tells_all_why(instructions: bool) -> None:
+    why = "this processor does not run none" if instructions else "Cannot allocate memory"
+    for end in Ranks(one_cannot_map, 2, instructions).join():
+        assert end.error == "ConnectionError"
+        assert "rank 1 could not open the group's memory" in end.text
+        assert why in end.text
+        assert end.seconds < 10
+
+
+def test_what_the_system_refuses_is_an_oserror_with_its_number() -> None:
+    with pytest.raises(FileNotFoundError):
+        _engine.Group.open(bytes(16), os.getpid(), 999_999, 0, 2, 1, 4, 65536, 1024, "", 0, 0)
+
+
+def comes_late_to_a_store(rank: int, world: int, store: str, port: int) -> None:
+    shared = dist.TCPStore("127.0.0.1", port, world, rank == 0)
+    if rank == 1:
+        time.sleep(1.0)
+    hfreduce.Reducer(shared, rank, world, timeout=20).barrier()
+
+
+def test_waiting_for_a_rank_writes_nothing_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")  # its stderr is this test's
+    arguments = [(rank, 2, "", port) for rank in range(2)]
+    ranks = [context.Process(target=comes_late_to_a_store, args=each) for each in arguments]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert "[c10d]" not in capfd.readouterr().err
+
+
+def no_threads(rank: int, world: int, store: str) -> str:
+    group = reducer(rank, world, store, timeout=20, threads=3)
+    group.barrier()
+    tensor, before = torch.ones(1 << 20), resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))  # nothing for threads' stacks
+    try:
+        group.all_reduce(tensor)
+    except (OSError, hfreduce.PeerError) as error:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_gets_no_threads_raises_and_tells_all() -> None:
+    first, second = run(no_threads, 2)
+    assert second.startswith("BlockingIOError"), second
+    assert "rank 1" in first
+    assert "was interrupted" in first
+
+
 def one_raises(rank: int, world: int, store: str) -> None:
     group = reducer(rank, world, store, timeout=20)
     group.barrier()
@@ -212,6 +331,29 @@ def interrupted(rank: int, world: int, store: str) -> float:
 def test_a_signal_interrupts_a_wait() -> None:
     took = run(interrupted, 2)
     assert took[0] < 0.9
+
+
+def interrupted_while_waiting(rank: int, world: int, store: str, call: bool) -> None:
+    group = reducer(rank, world, store, timeout=20)
+    group.barrier()
+    if rank == 1:
+        time.sleep(0.6)
+        with pytest.raises(hfreduce.PeerError, match=r"rank 0 \(pid \d+\) was interrupted"):
+            group.all_reduce(torch.ones(8))
+        return
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    handle = group.all_reduce(torch.ones(8), async_op=True)
+    assert handle is not None
+    with pytest.raises(KeyboardInterrupt):
+        group.barrier() if call else handle.wait()
+    time.sleep(0.6)  # the call itself was ended: nothing is written later
+    assert isinstance(handle.exception(), hfreduce.PeerError)
+
+
+@pytest.mark.parametrize("call", [False, True])
+def test_ctrl_c_in_a_wait_for_an_asynchronous_call_is_told_to_all(call: bool) -> None:
+    run(interrupted_while_waiting, 2, call)
 
 
 def forks(rank: int, world: int, store: str) -> str:

@@ -56,11 +56,46 @@ def test_the_originals_script_runs_unchanged(tmp_path: Path) -> None:
         "RANK": "0",
         "OMP_NUM_THREADS": "1",
     }
+    # Unbuffered, a line and its end are written apart, and two ranks' lines run into each other.
+    env.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(
         [sys.executable, path], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0: hfreduce, 6", "rank 1: hfreduce, 6"]
+
+
+PLACED = """
+import pathlib, sys
+import hfai.multiprocessing
+
+def main(local_rank, directory):
+    place = hfai.multiprocessing.place(local_rank)
+    pathlib.Path(directory, str(local_rank)).write_text(f"{place.rank}/{place.world_size}")
+
+if __name__ == "__main__":
+    hfai.multiprocessing.spawn(main, args=(sys.argv[1],), nprocs=2, bind_numa=False)
+"""
+
+
+def test_torchrun_with_one_process_a_machine_may_start_a_script_that_spawns(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PLACED)
+    env = {
+        **os.environ,
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    done = subprocess.run(
+        [sys.executable, path, tmp_path], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / name).read_text() for name in "01"] == ["2/4", "3/4"]
 
 
 REFUSALS = """

@@ -39,7 +39,7 @@ def spawn(
 
     Raises:
         ValueError: The number of processes makes no sense.
-        RuntimeError: torchrun started this process, and has started one for each GPU already.
+        RuntimeError: torchrun started this process, and others on this machine.
         torch.multiprocessing.ProcessRaisedException: A process raised; with its traceback.
         torch.multiprocessing.ProcessExitedException: A process was killed, or left.
     """
@@ -68,8 +68,11 @@ class _Start:
         self._fn, self._nprocs, self._bound = fn, nprocs, bound
 
     def __call__(self, local_rank: int, *args: Any) -> None:
-        # `place` reads it; LOCAL_WORLD_SIZE would say that RANK counts processes.
+        # `place` reads it. torchrun with one process a machine has counted machines with RANK and
+        # WORLD_SIZE; its LOCAL_RANK and LOCAL_WORLD_SIZE would say that they count processes.
         os.environ["HFAI_NPROCS"] = str(self._nprocs)
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
         if self._bound is not None:
             os.sched_setaffinity(0, self._bound[local_rank])
         self._fn(local_rank, *args)

@@ -60,14 +60,16 @@ class Group {
   }
 
   void set_timeout(double seconds) {
-    waiter_.timeout = std::chrono::duration_cast<Waiter::Clock::duration>(
-        std::chrono::duration<double>(seconds));
+    waiter_.timeout.store(std::chrono::duration_cast<Waiter::Clock::duration>(
+        std::chrono::duration<double>(seconds)));
   }
 
   // Whether calls are possible, or why not.
   Status usable() const {
     if (getpid() != process_) return {Reason::kForked, options_.rank};
-    if (closed_) return {Reason::kClosed, options_.rank};
+    // A call after one that stopping has ended would run in that one's slots, while others still
+    // read them.
+    if (stopping_.load() || closed_) return {Reason::kClosed, options_.rank};
     if (const uint64_t failure = segment_.header().failure.load()) return Status::unpacked(failure);
     return {};
   }
@@ -83,7 +85,12 @@ class Group {
       return status;
     }
     std::vector<Status> statuses(lanes);
-    threads_->run([&](int lane) { statuses[lane] = lanes_[lane].run(share(call, lane, lanes)); });
+    try {
+      threads_->run([&](int lane) { statuses[lane] = lanes_[lane].run(share(call, lane, lanes)); });
+    } catch (...) {  // no thread: this rank has no part in the call, which the others must hear
+      waiter_.broken({Reason::kInterrupted, options_.rank});
+      throw;
+    }
     // The rank that found out says most.
     const Status *worst = nullptr;
     for (int lane = 0; lane < lanes; ++lane) {
@@ -105,7 +112,12 @@ class Group {
   int descriptor() const { return segment_.descriptor(); }
   size_t bytes() const { return options_.shape.bytes(); }
 
-  // Makes calls that wait return, from any thread.
+  // Breaks the group because this rank was interrupted while it waited for a call; from any thread.
+  void interrupt() {
+    if (usable()) waiter_.broken({Reason::kInterrupted, options_.rank});
+  }
+
+  // Makes calls that wait return, and no other begin, from any thread.
   void stop() { stopping_.store(true); }
 
   // Tells the others that this rank takes part no more. No call may be running, but the one that a

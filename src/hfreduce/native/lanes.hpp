@@ -18,16 +18,10 @@ class Lanes {
  public:
   explicit Lanes(int count) : count_(count) {}
   Lanes(const Lanes &) = delete;
-  ~Lanes() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ending_ = true;
-    }
-    started_.notify_all();
-    for (auto &thread : threads_) thread.join();
-  }
+  ~Lanes() { end(); }
 
-  // Calls work(lane) for every lane at once and returns when all have returned.
+  // Calls work(lane) for every lane at once and returns when all have returned; throws a
+  // std::system_error where there are no threads to be had.
   void run(const std::function<void(int)> &work) {
     if (threads_.empty()) start();
     {
@@ -49,12 +43,29 @@ class Lanes {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int lane = 1; lane < count_; ++lane) threads_.emplace_back([this, lane] { serve(lane); });
+    try {
+      for (int lane = 1; lane < count_; ++lane)
+        threads_.emplace_back([this, lane, round = round_] { serve(lane, round); });
+    } catch (...) {  // all or none: a call waits for every lane
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      end();
+      throw;
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  void serve(int lane) {
-    uint64_t seen = 0;
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ending_ = true;
+    }
+    started_.notify_all();
+    for (auto &thread : threads_) thread.join();
+    threads_.clear();
+    ending_ = false;
+  }
+
+  void serve(int lane, uint64_t seen) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       started_.wait(lock, [&] { return ending_ || round_ != seen; });

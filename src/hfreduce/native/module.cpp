@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <system_error>
 #include <tuple>
 
 #include "cuda_path.hpp"
@@ -24,6 +25,19 @@ Outcome outcome(const Status &status) {
 bool signal_raised() {
   nb::gil_scoped_acquire locked;
   return PyErr_CheckSignals() != 0;
+}
+
+// What the system refuses is an OSError with its number. No translator is registered: nanobind would
+// use it for the functions of other modules too.
+template <class Function>
+auto or_oserror(Function function) {
+  try {
+    return function();
+  } catch (const std::system_error &error) {
+    nb::object arguments = nb::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    throw nb::python_error();
+  }
 }
 
 Options options_of(int rank, int world, int lanes, int slots, size_t slot_bytes,
@@ -63,10 +77,10 @@ Outcome run(Group &group, int kind, int dtype, int op, int rank, int root,
   for (const uintptr_t p : targets) call.targets.push_back(reinterpret_cast<char *>(p));
   call.counts = counts;
   Status status;
-  {
+  or_oserror([&] {
     nb::gil_scoped_release unlocked;
     status = group.run(call, signals ? signal_raised : std::function<bool()>());
-  }
+  });
   if (PyErr_Occurred()) throw nb::python_error();
   return outcome(status);
 }
@@ -108,7 +122,8 @@ NB_MODULE(_engine, module) {
              size_t direct_bytes, const std::string &instructions, int pauses, int yields) {
             const Options options = options_of(rank, world, lanes, slots, slot_bytes, direct_bytes,
                                                instructions, pauses, yields);
-            return new Group(Segment::create(options.shape, checked(token)), options);
+            return or_oserror(
+                [&] { return new Group(Segment::create(options.shape, checked(token)), options); });
           },
           nb::arg("token"), nb::arg("rank"), nb::arg("world"), nb::arg("lanes"), nb::arg("slots"),
           nb::arg("slot_bytes"), nb::arg("direct_bytes"), nb::arg("instructions"),
@@ -120,8 +135,10 @@ NB_MODULE(_engine, module) {
              int pauses, int yields) {
             const Options options = options_of(rank, world, lanes, slots, slot_bytes, direct_bytes,
                                                instructions, pauses, yields);
-            return new Group(Segment::open(options.shape, checked(token), pid, descriptor),
-                             options);
+            return or_oserror([&] {
+              return new Group(Segment::open(options.shape, checked(token), pid, descriptor),
+                               options);
+            });
           },
           nb::arg("token"), nb::arg("pid"), nb::arg("descriptor"), nb::arg("rank"),
           nb::arg("world"), nb::arg("lanes"), nb::arg("slots"), nb::arg("slot_bytes"),
@@ -147,7 +164,8 @@ NB_MODULE(_engine, module) {
            "Run a collective without the GIL; returns (reason, rank, told).\n\n"
            "Pointers and counts are trusted: hfreduce.Reducer checks them.")
       .def("set_timeout", &Group::set_timeout, nb::arg("seconds"))
-      .def("stop", &Group::stop, "Make a call that waits return, from any thread.")
+      .def("interrupt", &Group::interrupt, "Break the group: this rank was interrupted.")
+      .def("stop", &Group::stop, "Make a call that waits return, and no other begin.")
       .def("close", &Group::close, nb::call_guard<nb::gil_scoped_release>(),
            "Tell the others that this rank takes part no more; no call may be running.")
       .def_prop_ro("descriptor", &Group::descriptor)

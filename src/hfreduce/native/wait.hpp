@@ -14,6 +14,7 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
+#include <cstddef>
 #include <functional>
 
 #include "peers.hpp"
@@ -71,7 +72,7 @@ class Waiter {
   Segment *segment = nullptr;
   Peers *peers = nullptr;
   int self = 0;  // this rank
-  Clock::duration timeout{};
+  std::atomic<Clock::duration> timeout{Clock::duration::zero()};  // may change during calls
   int pauses = 0, yields = 0;                 // before the next stage
   const std::atomic<bool> *stopping = nullptr;  // this rank is closing
   std::function<bool()> interrupted;          // whether a signal's handler raised
@@ -115,6 +116,7 @@ class Waiter {
       sleep_on(word, seen, kSleep);
       if (reached(word, target)) break;
       status = look(rank, start);
+      if (status) status = missing(word, target, rank);
       // What a rank did before it died or closed counts; a signal's exception is raised in any case.
       if (!status && (status.reason == Reason::kInterrupted || !reached(word, target))) break;
       status = {};
@@ -130,7 +132,24 @@ class Waiter {
     if (interrupted && interrupted()) return {Reason::kInterrupted, self};
     if (segment->member(rank).state.load() == State::kClosed) return {Reason::kClosed, rank};
     if (peers->is_dead(rank)) return {Reason::kDead, rank};
-    if (Clock::now() - start > timeout) return {Reason::kLate, rank};
+    if (Clock::now() - start > timeout.load()) return {Reason::kLate, rank};
+    return {};
+  }
+
+  // Whether a rank that has left, not only the one waited for, never reached `target`: every rank
+  // passes every chunk, so the call cannot end. The ranks' words of one lane lie in a row.
+  Status missing(const Word &word, uint32_t target, int rank) const {
+    for (int r = 0; r < segment->shape().world; ++r) {
+      if (r == rank || r == self) continue;
+      const Word &theirs = *reinterpret_cast<const Word *>(
+          reinterpret_cast<const char *>(&word) +
+          (r - rank) * static_cast<std::ptrdiff_t>(sizeof(Progress)));
+      if (reached(theirs, target)) continue;
+      Reason reason = Reason::kNone;
+      if (segment->member(r).state.load() == State::kClosed) reason = Reason::kClosed;
+      else if (peers->is_dead(r)) reason = Reason::kDead;
+      if (reason != Reason::kNone && !reached(theirs, target)) return {reason, r};
+    }
     return {};
   }
 };
