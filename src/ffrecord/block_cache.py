@@ -66,7 +66,8 @@ class BlockCache:
             return None
         block, checksum = content[:-_CHECKSUM], content[-_CHECKSUM:]
         if zlib.crc32(block).to_bytes(_CHECKSUM, "little") != checksum:
-            self._drop(path)
+            with contextlib.suppress(OSError):
+                self._remove(path)
             return None
         if time.time() - used > _FRESH:
             with contextlib.suppress(OSError):
@@ -114,10 +115,10 @@ class BlockCache:
                 os.link(temporary, path)
                 kept = True
         finally:
-            # After a clearing that took it for left behind it is gone.
-            temporary.unlink(missing_ok=True)
-            if not kept:
-                self._return(size)
+            if kept:
+                temporary.unlink(missing_ok=True)
+            else:
+                self._remove(temporary)
 
     def _make(self, folder: Path, size: int) -> Path | None:
         """Reserve room and make the file that takes it; whoever clears meanwhile counts it.
@@ -139,18 +140,18 @@ class BlockCache:
                 _set_number(file, total - size)
                 raise
 
-    def _return(self, size: int) -> None:
-        """Give back room of a block that is not there."""
-        with self._locked() as file:
+    def _remove(self, path: Path) -> None:
+        """Remove a file and give back its room; if it is gone, so is that.
+
+        Both under one lock: a clearing in between would count without it, and it would be taken
+        off twice.
+        """
+        with self._locked() as file, contextlib.suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
             number = _number(file)
             if number is not None:
                 _set_number(file, max(number - size, 0))
-
-    def _drop(self, path: Path) -> None:
-        with contextlib.suppress(OSError):
-            size = path.stat().st_size
-            path.unlink()
-            self._return(size)
 
     def _clear(self, most: int | None) -> int:
         """Remove the blocks that were not used for the longest time; return what is left.

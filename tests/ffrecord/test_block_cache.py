@@ -130,6 +130,22 @@ def test_what_others_are_writing_counts_and_is_not_written_over_the_bound(tmp_pa
     assert cache.used() == ROOM
 
 
+def test_writers_of_the_same_blocks_never_lose_count_of_what_is_there(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, BLOCK + 4)
+
+    def write(first: int, turn: int) -> None:
+        for number in range(first, first + 100):
+            cache.put("u", "v", number, bytes(60_000 + turn))
+
+    for first in range(0, 1000, 100):
+        writers = [threading.Thread(target=write, args=(first, turn)) for turn in range(4)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert total(tmp_path) <= cache.used() <= cache.most
+
+
 def test_a_fork_while_another_thread_has_the_lock_stops_nobody(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, ROOM)
     has_lock, go_on = threading.Event(), threading.Event()
