@@ -8,7 +8,6 @@ is pickled by name, with what tells that the files are still the same.
 
 from __future__ import annotations
 
-import errno
 import operator
 import os
 import zlib
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ffrecord import engines
+from ffrecord.damage import damaged_in
 from ffrecord.descriptors import SourceFile
 from ffrecord.engine import RequestError, Requests, ShortReadError
 from ffrecord.errors import DamagedFileError, RecordError
@@ -257,36 +257,7 @@ class FileReader:
             checker = FileReader(self._names(), tables=self._tables, storage=self._storage)
         stop = self.n if last is None else last
         for start, end in self.pieces():
-            yield from checker.damaged_in(range(max(start, first), min(end, stop)))
-
-    def damaged_in(self, piece: range) -> Iterator[RecordError]:
-        """Yield an error for each damaged record of a piece, which is read at once if it is whole.
-
-        Args:
-            piece: Indices, few enough to be read in one batch; see `pieces`.
-        """
-        try:
-            self.read(piece, writable=False)
-            return
-        except RecordError:
-            pass
-        except OSError as error:
-            self._need_bad_sector(error)
-        for index in piece:
-            try:
-                self.read_one(index)
-            except RecordError as error:
-                yield error
-            except OSError as error:
-                self._need_bad_sector(error)
-                path = self.file_of(index)
-                message = f"record {index} is damaged: {path}: {error.strerror}"
-                yield RecordError(message, path=path, index=index)
-
-    def _need_bad_sector(self, error: OSError) -> None:
-        """Raise an error again that says nothing about the record alone."""
-        if error.errno != errno.EIO or self._open_set().is_remote:
-            raise error
+            yield from damaged_in(checker, range(max(start, first), min(end, stop)))
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield ranges that cover all records, each a good piece of work (8 MiB or one record)."""

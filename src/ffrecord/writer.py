@@ -165,7 +165,7 @@ class FileWriter:
         Raises:
             ValueError: Fewer records than promised; there is no file then.
             OSError: The file could not be completed, or a write failed before; there is no file
-                then.
+                then. Or the disk failed when the directory was flushed: then there is.
         """
         self._need_success()
         if self._descriptor < 0:

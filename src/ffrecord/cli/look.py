@@ -133,13 +133,15 @@ def cat(path: str, which: tuple[str, ...], names: bool) -> None:
 @debug_option
 def verify(paths: tuple[str, ...], headers: bool, json: bool) -> int:
     """Check headers and every record; name each damaged one. Exits with 1 if there is any."""
+    from ffrecord.damage import damaged_in
+
     with open_reader(paths) as reader:
         reader.validate()
         found = []
         if not headers:
             with Progress("verify", reader.n) as advance:
                 for first, last in reader.pieces():
-                    for error in reader.damaged_in(range(first, last)):
+                    for error in damaged_in(reader, range(first, last)):
                         found.append(error)
                         if not json:
                             click.echo(str(error), err=True)
