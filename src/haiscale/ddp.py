@@ -27,6 +27,8 @@ from hfreduce import HookState, UnavailableError, average
 BACKENDS = ("auto", "hfreduce", "torch")
 _log = logging.getLogger(__name__)
 _Base: Any = parallel.DistributedDataParallel  # whose methods have no types
+# torch.compiler.disable, without importing the compiler now.
+_uncompiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 class DistributedDataParallel(_Base):
@@ -106,7 +108,7 @@ class DistributedDataParallel(_Base):
                 raise
             self._why = str(error)
 
-    @torch._disable_dynamo
+    @_uncompiled
     def _decide(self) -> None:
         if self._restored:
             if not torch.is_grad_enabled():
