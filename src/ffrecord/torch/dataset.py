@@ -65,7 +65,11 @@ class Dataset(ReaderRegistry, TorchDataset[Any]):
             RecordError: A record is damaged; the message names file and index.
         """
         wanted = _as_list(indices)
-        return self.process(wanted, self.reader.read(wanted))
+        samples: Any = self.process(wanted, self.reader.read(wanted))
+        if samples is None:
+            name = f"{type(self).__name__}.process"
+            raise TypeError(f"{name} returned None: return a list with a sample for each record")
+        return samples
 
     def __getitems__(self, indices: list[int]) -> Any:
         """Return the samples of a batch: what torch's loader calls.
@@ -73,7 +77,13 @@ class Dataset(ReaderRegistry, TorchDataset[Any]):
         Raises:
             RecordError: A record is damaged; the message names file and index.
             SampleError: Something else failed; the message names the sample and its file.
+            TypeError: The indices are batches themselves.
         """
+        if indices and isinstance(indices[0], (list, tuple)):
+            raise TypeError(
+                "each index is a list of indices: a sampler of batches, such as "
+                "GlobalBatchSampler, is passed as batch_sampler= and not as sampler="
+            )
         try:
             return self[indices]
         except (DamagedFileError, SampleError, TimeoutError):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ffrecord import RecordError
-from ffrecord.torch import ConcatDataset, Dataset, SampleError, Subset
+from ffrecord.torch import ConcatDataset, Dataset, GlobalBatchSampler, SampleError, Subset
 from tests.ffrecord.torch.sets import Broken, BrokenOldStyle, Letters, N, Numbers, OldStyle
 
 
@@ -118,3 +118,19 @@ def test_a_sample_without_a_file_of_its_own_is_told_by_its_index() -> None:
 def test_a_damaged_record_is_told_with_record_and_file(damaged: Path) -> None:
     with pytest.raises(RecordError, match=r"record 3 is damaged: .*damaged\.ffr"):
         Dataset(damaged)[[0, 3]]
+
+
+def test_a_process_that_returns_nothing_is_named(parts: Path) -> None:
+    class Forgetful(Dataset):
+        def process(self, indices: list[int], data: list[Any]) -> Any:
+            data.reverse()
+
+    with pytest.raises(TypeError, match=r"Forgetful\.process returned None"):
+        Forgetful(parts)[[0, 1]]
+
+
+def test_a_sampler_of_batches_in_the_wrong_place_is_told_the_right_one(parts: Path) -> None:
+    dataset = Dataset(parts)
+    loader = torch.utils.data.DataLoader(dataset, sampler=GlobalBatchSampler(len(dataset), 2))
+    with pytest.raises(TypeError, match="batch_sampler="):
+        next(iter(loader))
