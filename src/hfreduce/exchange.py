@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from hfreduce.reducer import Reducer
 
-# Finds a rank whose process is dead, or None.
-Watch = Callable[[], "int | None"]
+# Finds the ranks whose processes are dead.
+Watch = Callable[[], "list[int]"]
 # Gives everyone's text, by rank, for this rank's; may look in between whether all live.
 Exchange = Callable[[str, "Watch | None"], "list[str]"]
 _PAUSES = 0.001, 0.05  # seconds between two looks at the store, at first and at last
@@ -53,12 +53,14 @@ def through_store(store: Store, rank: int, world_size: int, name: str, timeout: 
         pause, longest = _PAUSES
         # No store.wait: where it ends by its time, some stores log a warning each time.
         while not _are_there(store, keys):
-            dead = watch() if watch is not None else None
+            dead = watch() if watch is not None else []
             late = time.monotonic() > deadline
-            if dead is not None or late:
+            if dead or late:
                 missing = [peer for peer, key in enumerate(keys) if not _are_there(store, [key])]
-                if dead in missing:
-                    raise DeadPeerError(f"rank {dead} died while the group {name!r} was made", dead)
+                # One that has said its part may be gone: it was told of another's death.
+                lost = next((peer for peer in dead if peer in missing), None)
+                if lost is not None:
+                    raise DeadPeerError(f"rank {lost} died while the group {name!r} was made", lost)
                 if missing and late:
                     shown = ", ".join(f"rank {peer}" for peer in missing)
                     raise LatePeerError(

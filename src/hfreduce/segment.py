@@ -170,11 +170,12 @@ def connect(
 
 
 def _watch(members: list[Member]) -> Watch:
-    def watch() -> int | None:
-        for rank, member in enumerate(members):
-            if _engine.start_time(member.pid) != member.start:
-                return rank
-        return None
+    def watch() -> list[int]:
+        return [
+            rank
+            for rank, member in enumerate(members)
+            if _engine.start_time(member.pid) != member.start
+        ]
 
     return watch
 

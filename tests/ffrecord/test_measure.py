@@ -61,7 +61,7 @@ def test_a_set_of_many_files_needs_few_descriptors(
     before = len(os.listdir("/proc/self/fd"))
     rows = measure(str(tmp_path), names=["python"], rounds=1, seconds=0.01)
     assert {len(row.records) for row in rows} == {1}
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_an_empty_set_is_refused(tmp_path: Path) -> None:
