@@ -97,7 +97,7 @@ def test_a_gradient_into_the_weights(kind: Any) -> None:
 
 
 def test_a_second_derivative() -> None:
-    q, k, v = random(1, 3, 2, 8), random(1, 4, 2, 8), random(1, 4, 2, 8)
+    q, k, v = random(1, 2, 2, 2), random(1, 4, 2, 2), random(1, 4, 2, 2)
     masking = Masking(key_padding_mask=torch.tensor([[False, False, True, False]]))
     assert torch.autograd.gradgradcheck(lambda *a: attention(*a, masking)[0], (q, k, v))
 
