@@ -108,6 +108,19 @@ def test_an_infinite_or_nan_input_stays_in_its_own_head() -> None:
     assert made.isnan().sum() == 8
 
 
+def test_an_output_gradient_of_any_layout_is_taken() -> None:
+    case = call(FP32, 2, 30, 23, 2, 8)
+    made = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    operands = (case.q, case.k, case.v, *made, case.masking)
+    expected = launch.attention_backward(case.dout, *operands)
+    off_by_one = case.dout.new_empty(case.dout.numel() + 1)[1:].view_as(case.dout)
+    across = case.dout.transpose(0, 3).contiguous().transpose(0, 3)
+    for dout in (off_by_one.copy_(case.dout), across):
+        assert launch.why_not_rows(dout) is not None
+        found = launch.attention_backward(dout, *operands)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_the_same_bits_come_out_twice() -> None:
     case = call(FP32, 2, 30, 23, 2, 8)
     q, k, v, masking = case.q, case.k, case.v, case.masking

@@ -96,7 +96,7 @@ def attention_backward(
     program = programs.backward(q, k, masking)
     batch, rows, heads, head_dim = q.shape
     if why_not_rows(dout):
-        dout = dout.contiguous()
+        dout = dout.clone(memory_format=torch.contiguous_format)  # may be dense, yet off by a few
     if out is None:
         out = q  # not read
     dq, dk, dv = gradients or (like_rows(q), like_rows(k), like_rows(v))
