@@ -66,6 +66,8 @@ _Key = tuple[object, ...]
 _forward: dict[_Key, Program[ForwardPlan]] = {}
 _backward: dict[_Key, Program[BackwardPlan]] = {}
 _weights: dict[_Key, Program[WeightsPlan]] = {}
+# Lengths that make the same tiles share a kernel.
+_kernels: dict[_Key, jit.Kernel] = {}
 
 
 def _key(q: Tensor, k: Tensor, masking: Masking) -> _Key:
@@ -154,8 +156,14 @@ def _load(
     device: int,
     constants: dict[str, int | bool],
 ) -> jit.Kernel:
-    text = jit.program_text(sources, plan.constants() | constants, {"T": dtype})
-    return jit.load(text, name, device, block=plan.threads, shared_bytes=plan.shared_bytes)
+    key = (plan, dtype, device, *sorted(constants.items()))
+    kernel = _kernels.get(key)
+    if kernel is None:
+        text = jit.program_text(sources, plan.constants() | constants, {"T": dtype})
+        kernel = _kernels[key] = jit.load(
+            text, name, device, block=plan.threads, shared_bytes=plan.shared_bytes
+        )
+    return kernel
 
 
 def _constants(q: Tensor, masking: Masking, ragged: bool) -> dict[str, int | bool]:
