@@ -267,12 +267,18 @@ UNSUPPORTED_BY_RECURRENT: frozenset[Feature] = frozenset(
     }
 )
 
-# Nor torch's cells, with the same version.
+# Nor can torch's cells, with the same version; on CUDA their fused kernels lack forward mode.
 UNSUPPORTED_BY_CELLS: frozenset[Feature] = frozenset(
     {
+        "vmap",
+        "export",
         "distributed tensors",
+        "a single output",
+        "saving the input itself",
+        "changing outputs in place",
         "fake tensors of a GPU that is not there",
         "staying float under dynamic quantization",
+        *(("forward mode",) if torch.cuda.is_available() else ()),
     }
 )
 

@@ -79,7 +79,7 @@ PRESETS: dict[tuple[str, str], tuple[int, int, int, float]] = {
     ("base", "cuda"): (1000, 64, 256, 2e-4),
     ("large", "cpu"): (50, 8, 64, 1e-4),
     ("large", "cuda"): (500, 32, 512, 1e-4),
-    ("lstm", "cpu"): (150, 32, 64, 4e-3),
+    ("lstm", "cpu"): (300, 32, 64, 4e-3),
     ("lstm", "cuda"): (1000, 64, 256, 2e-3),
 }
 # The presets for a GPU need up to 20 GiB; a quarter of the batch fits the common 8 GiB for "base".
