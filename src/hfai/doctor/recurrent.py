@@ -1,4 +1,4 @@
-"""Runs the recurrent kernels on the GPU: do their blocks fit at once, and is what they say right?"""
+"""Runs the recurrent kernels on the GPU: do their blocks fit at once, are their results right?"""
 
 from __future__ import annotations
 
