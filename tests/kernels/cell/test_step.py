@@ -23,8 +23,7 @@ FP32, FP16 = torch.float32, torch.float16
 TOLERANCES = {FP32: 2e-6, FP16: 4e-3}
 KINDS = [
     pytest.param((Cell.LSTM, FP32), id="LSTM"),
-    pytest.param((Cell.GRU, FP32), id="GRU"),
-    pytest.param((Cell.RNN_TANH, FP16), id="RNN-fp16"),
+    pytest.param((Cell.GRU, FP16), id="GRU-fp16"),
     pytest.param((Cell.RNN_RELU, FP32), id="RNN-relu"),
 ]
 configuration_of = functools.cache(HostConfiguration)
@@ -147,17 +146,17 @@ def test_only_what_is_asked_for_gets_a_gradient(wanted: int, run_of: Any) -> Non
 
 
 def test_the_gradients_gradient_is_torchs(run_of: Any) -> None:
-    module, given = cell_of(Cell.GRU, 3, 4), draw(Cell.GRU, FP32, 2, 3, 4)
+    module, given = cell_of(Cell.LSTM, 3, 4), draw(Cell.LSTM, FP32, 2, 3, 4)
 
     def second(step: Callable[..., Any], module: nn.RNNCellBase, given: list[Any]) -> list[Tensor]:
-        (y,) = step(*operands_of(module, *given))
+        y, _ = step(*operands_of(module, *given))
         (dx,) = torch.autograd.grad(y.square().sum(), [given[0]], create_graph=True)
-        return list(torch.autograd.grad(dx.square().sum(), [given[1], module.weight_hh]))
+        return list(torch.autograd.grad(dx.square().sum(), [given[2], module.weight_hh]))
 
-    ours = second(run_of(configuration_of(Cell.GRU, FP32)), module, given)
+    ours = second(run_of(configuration_of(Cell.LSTM, FP32)), module, given)
     double = copy.deepcopy(module).double()
-    doubles = [None if t is None else t.detach().double().requires_grad_() for t in given]
-    theirs = second(lambda x, h, c, *_: (double(x, h),), double, doubles)
+    doubles = [t.detach().double().requires_grad_() for t in given]
+    theirs = second(lambda x, h, c, *_: double(x, (h, c)), double, doubles)
     assert_all_close(ours, theirs, FP32)
 
 
@@ -198,8 +197,10 @@ def test_an_output_changed_in_place_is_noticed(run_of: Any) -> None:
         lambda operands: operands.__setitem__(2, torch.randn(3, 9)),
         lambda operands: operands.__setitem__(5, None),
         lambda operands: operands.__setitem__(3, torch.randn(36, 6).to_sparse()),
+        lambda operands: operands.__setitem__(0, torch.nested.nested_tensor([torch.randn(6)] * 4)),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_does_not_fit_is_torchs(change: Callable[[list[Any]], None], run_of: Any) -> None:
     operands = operands_of(cell_of(Cell.LSTM, 6, 9), *draw(Cell.LSTM, FP32, 4, 6, 9))
     change(operands)

@@ -139,6 +139,9 @@ def fits(
     """
     if x is None or h is None or w_ih is None or w_hh is None:
         return False
+    given = [t for t in (x, h, c, w_ih, w_hh, b_ih, b_hh) if t is not None]
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in given):
+        return False
     if x.dim() != 2 or h.dim() != 2 or 0 in (*x.shape, *h.shape):
         return False
     (batch, inputs), hidden = x.shape, h.shape[1]
@@ -157,8 +160,6 @@ def fits(
         tensor.shape == shape
         and tensor.dtype is configuration.dtype
         and tensor.get_device() == configuration.device
-        and not tensor.is_nested
-        and tensor.layout is torch.strided
         for tensor, shape in wanted
     )
 

@@ -57,17 +57,17 @@ bool is_of(const Call &call, const Tensor &tensor) {
 
 // Whether shapes, types and layouts are what the kernels take (`fits` in autograd.py asks the same).
 bool fits(const Call &call, const Operands &o) {
-  if (o.x.dim() != 2 || o.h.dim() != 2) return false;
+  if (!is_of(call, o.x) || !is_of(call, o.h) || o.x.dim() != 2 || o.h.dim() != 2) return false;
   const int64_t batch = o.x.size(0), inputs = o.x.size(1), hidden = o.h.size(1);
   if (batch == 0 || inputs == 0 || hidden == 0 || o.h.size(0) != batch) return false;
   const int64_t rows = call.gates * hidden;
   const auto is_matrix = [&](const Tensor &t, int64_t first, int64_t second) {
-    return t.dim() == 2 && t.size(0) == first && t.size(1) == second && is_of(call, t);
+    return is_of(call, t) && t.dim() == 2 && t.size(0) == first && t.size(1) == second;
   };
   const auto is_bias = [&](const Tensor &t) {
-    return !t.defined() || (t.dim() == 1 && t.size(0) == rows && is_of(call, t));
+    return !t.defined() || (is_of(call, t) && t.dim() == 1 && t.size(0) == rows);
   };
-  return is_of(call, o.x) && is_of(call, o.h) && o.c.defined() == call.has_c &&
+  return o.c.defined() == call.has_c &&
          (!call.has_c || is_matrix(o.c, batch, hidden)) && is_matrix(o.w_ih, rows, inputs) &&
          is_matrix(o.w_hh, rows, hidden) && o.b_ih.defined() == o.b_hh.defined() &&
          is_bias(o.b_ih) && is_bias(o.b_hh);
