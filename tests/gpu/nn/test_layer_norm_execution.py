@@ -373,8 +373,9 @@ assert torch.equal(batches, torch.stack([data[index] for index in range(8)]))
 
 
 def test_forked_workers_can_normalise_on_the_cpu_while_the_parent_uses_the_gpu() -> None:
-    # In a process of its own: a worker collects the garbage that its parent had, and what torch
-    # keeps on a GPU for other tests (graphs, for one) cannot be destroyed in a forked process.
+    # In a process of its own: a worker collects the garbage that its parent had, and torch ends a
+    # forked process that destroys a CUDA event, or a tensor that was used on a second stream. Other
+    # tests leave some.
     done = subprocess.run(
         [sys.executable, "-c", WORKERS], capture_output=True, text=True, timeout=240, check=False
     )

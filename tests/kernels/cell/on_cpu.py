@@ -26,18 +26,20 @@ class HostKernel:
     """What launch.py calls, and what node.cpp gets described."""
 
     run: Emulated
+    block: int
+    shared_bytes: int
     parameters: int
     launches: int = 0
 
     def __post_init__(self) -> None:
         self._function = Function(self._from_node)
         address = ctypes.cast(self._function, ctypes.c_void_p).value
-        self.description = (address, -1, programs.THREADS, 0, 1, 0)
+        self.description = (address, -1, self.block, self.shared_bytes, 1, 0)
 
     def launch(self, grid: int, stream: int, *arguments: int) -> None:
         assert len(arguments) == self.parameters
         self.launches += 1
-        assert self.run(grid, programs.THREADS, 4 * programs.THREADS * 4, *arguments)
+        assert self.run(grid, self.block, self.shared_bytes, *arguments)
 
     def _from_node(self, grid: int, parameters: Any) -> None:
         values = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(self.parameters)]
@@ -50,6 +52,9 @@ class HostConfiguration(Configuration):
     def __init__(self, cell: Cell, dtype: torch.dtype) -> None:
         super().__init__(cell, dtype, -1)
 
-    def _load(self, name: str, shared_bytes: int = 0) -> HostKernel:  # type: ignore[override]
+    def _load(  # type: ignore[override]
+        self, name: str, block: int, shared_bytes: int = 0
+    ) -> HostKernel:
         constants = programs.constants(self.cell, self.dtype)
-        return HostKernel(emulated(programs.SOURCES, constants, self.dtype, name), PARAMETERS[name])
+        run = emulated(programs.SOURCES, constants, self.dtype, name)
+        return HostKernel(run, block, shared_bytes, PARAMETERS[name])

@@ -12,9 +12,9 @@
 //
 // Sums are taken in an order that depends on the sizes alone.
 
-constexpr int ROW_LANES = 8;          // rows that a block of `backward` works on side by side
-constexpr int GROUP_ROWS = 64;        // rows that it adds up
-constexpr int THREADS = UNITS * ROW_LANES;
+constexpr int ROW_LANES = 32;   // rows that a block of `backward` works on side by side
+constexpr int GROUP_ROWS = 64;  // rows that it adds up
+constexpr int THREADS = 256;    // of a block of the others
 extern __shared__ float memory[];  // [ROW_LANES][KEPT][UNITS], `backward` alone
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // `after` is c after an LSTM's step, h after an RNN's; `before` is c before an LSTM's step, h before a
 // GRU's. dh and dc may be null. With one group of rows the biases' gradients are written at once.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(UNITS * ROW_LANES)
     hfai_cell_backward(const T* kept, const T* kept_hidden, const T* before, const T* after,
                        const T* dh, const T* dc, T* d_input, T* d_hidden, T* d_state, float* sums,
                        T* dbias_input, T* dbias_hidden, i64 batch, i64 hidden, i64 groups) {
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int g = 0; g < KEPT; ++g) sum[g] = 0.0f;
   if (unit < hidden) {
-#pragma unroll 2
+#pragma unroll
     for (int k = 0; k < GROUP_ROWS / ROW_LANES; ++k) {
       const i64 row = group * GROUP_ROWS + k * ROW_LANES + row_lane;
       if (row >= batch) break;

@@ -16,9 +16,9 @@ from hfai.kernels.rnn.plan import Cell, Precision
 SOURCES = ["rnn/cells.cuh", "cell/cell.cu"]
 # As in cell.cu.
 UNITS = 32
-ROW_LANES = 8
+ROW_LANES = 32
 GROUP_ROWS = 64
-THREADS = UNITS * ROW_LANES
+THREADS = 256
 
 
 def constants(cell: Cell, dtype: torch.dtype) -> dict[str, int | bool]:
@@ -49,18 +49,19 @@ class Configuration:
     @cached_property
     def forward(self) -> jit.Kernel:
         """The kernel behind the products."""
-        return self._load("hfai_cell_forward")
+        return self._load("hfai_cell_forward", THREADS)
 
     @cached_property
     def backward(self) -> jit.Kernel:
         """The kernel of the gates' gradients and the biases' partial sums."""
-        return self._load("hfai_cell_backward", 4 * THREADS * self.cell.kept)
+        block = UNITS * ROW_LANES
+        return self._load("hfai_cell_backward", block, 4 * block * self.cell.kept)
 
     @cached_property
     def add_sums(self) -> jit.Kernel:
         """The kernel that adds the partial sums up."""
-        return self._load("hfai_cell_add_sums")
+        return self._load("hfai_cell_add_sums", THREADS)
 
-    def _load(self, name: str, shared_bytes: int = 0) -> jit.Kernel:
+    def _load(self, name: str, block: int, shared_bytes: int = 0) -> jit.Kernel:
         text = jit.program_text(SOURCES, constants(self.cell, self.dtype), {"T": self.dtype})
-        return jit.load(text, name, self.device, block=THREADS, shared_bytes=shared_bytes)
+        return jit.load(text, name, self.device, block=block, shared_bytes=shared_bytes)

@@ -27,6 +27,8 @@ constexpr int ITEMS = ceil_div(CELLS, THREADS);
 // different senders side by side.
 constexpr int IN_WORD = SHORT_MESSAGES ? 2 : 1;
 constexpr int MESSAGE = CELLS / IN_WORD;  // words
+// A partial sum is a small part of dh: fp16 holds it scaled as well as it holds dh.
+constexpr float SCALE = SHORT_MESSAGES ? 16.0f : 1.0f;
 constexpr int IN_VECTOR = 4 * IN_WORD;
 constexpr int VECTORS = CELLS / IN_VECTOR;
 constexpr int SENDERS = THREADS / VECTORS;
@@ -94,33 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
 
-  // Of a step: what forward kept, and c after it and before it (GRU, RNN: h before, h after it).
-  float value[ITEMS][KEPT], c_now[ITEMS], before[ITEMS];
-  // By what the gates' gradients are multiples of dh, of LSTM's dc or of another gate's.
-  float slope[ITEMS][KEPT + 1];
-  auto make_slopes = [&] {
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      const float(&v)[KEPT] = value[i];
-      if constexpr (CELL == LSTM) {
-        const float tanh_c = hyperbolic_tangent(c_now[i]);
-        slope[i][0] = v[2] * v[0] * (1.0f - v[0]);
-        slope[i][1] = before[i] * v[1] * (1.0f - v[1]);
-        slope[i][2] = v[0] * (1.0f - v[2] * v[2]);
-        slope[i][3] = tanh_c * v[3] * (1.0f - v[3]);
-        slope[i][4] = v[3] * (1.0f - tanh_c * tanh_c);
-      } else if constexpr (CELL == GRU) {
-        slope[i][0] = (1.0f - v[1]) * (1.0f - v[2] * v[2]);
-        slope[i][1] = v[3] * v[0] * (1.0f - v[0]);
-        slope[i][2] = (before[i] - v[2]) * v[1] * (1.0f - v[1]);
-      } else if constexpr (CELL == RNN_TANH) {
-        slope[i][0] = 1.0f - before[i] * before[i];
-      }
-    }
-  };
-
-  // Adds what all blocks sent in step `step` for this one's units; false where it did not come. The
-  // next step's slopes are made while the first of it is on its way.
+  // Adds what all blocks sent in step `step` for this one's units; false where it did not come.
   auto receive = [&](i64 step) {
     const u32 tag = tag_of(step);
     const int vector = threadIdx.x % VECTORS, sender = threadIdx.x / VECTORS;
@@ -151,7 +127,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) word[k][i] = tag ^ 1;  // as before it came
       fetch();
-      if (first == 0) make_slopes();
       while (__any_sync(0xffffffffu, waiting())) fetch();
 #pragma unroll
       for (int k = 0; k < AT_ONCE; ++k)
@@ -177,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (sender % SUMMED == 0)
 #pragma unroll
       for (int i = 0; i < IN_VECTOR; ++i)
-        shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i];
+        shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i] / SCALE;
     return !__syncthreads_or(patience.lost);
   };
   auto received = [&](int item) {
@@ -192,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const i64 t = direction ? step : steps - 1 - step;
     const i64 first_row = offsets ? offsets[t] : t * batch;
 
-    // Asked for before the wait, needed in it.
-    float dh[ITEMS];
+    // Asked for before the wait, needed after it.
+    float value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
     bool active[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -241,10 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (LOOK_AFTER > 0 && step > 0)
       while (static_cast<int>(cycles() - sent) < LOOK_AFTER) {
       }
-    if (step == 0)
-      make_slopes();
-    else if (!receive(step - 1))
-      return;
+    if (step > 0 && !receive(step - 1)) return;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int item = threadIdx.x + i * THREADS;
@@ -254,22 +226,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const float(&v)[KEPT] = value[i];
       float d[KEPT];
       if constexpr (CELL == LSTM) {
-        const float dcell = dc[i] + dh[i] * slope[i][4];
-        d[0] = dcell * slope[i][0];
-        d[1] = dcell * slope[i][1];
-        d[2] = dcell * slope[i][2];
-        d[3] = dh[i] * slope[i][3];
+        const float tanh_c = hyperbolic_tangent(c_now[i]);
+        const float dcell = dc[i] + dh[i] * v[3] * (1.0f - tanh_c * tanh_c);
+        d[0] = dcell * v[2] * v[0] * (1.0f - v[0]);
+        d[1] = dcell * before[i] * v[1] * (1.0f - v[1]);
+        d[2] = dcell * v[0] * (1.0f - v[2] * v[2]);
+        d[3] = dh[i] * tanh_c * v[3] * (1.0f - v[3]);
         through[i] = 0.0f;
         if (active[i]) dc[i] = dcell * v[1];
       } else if constexpr (CELL == GRU) {
-        d[0] = dh[i] * slope[i][0];
-        d[1] = d[0] * slope[i][1];
-        d[2] = dh[i] * slope[i][2];
+        d[0] = dh[i] * (1.0f - v[1]) * (1.0f - v[2] * v[2]);
+        d[1] = d[0] * v[3] * v[0] * (1.0f - v[0]);
+        d[2] = dh[i] * (before[i] - v[2]) * v[1] * (1.0f - v[1]);
         d[3] = d[0] * v[0];
         through[i] = dh[i] * v[1];
       } else {
         d[0] = CELL == RNN_RELU ? (before[i] > 0.0f ? dh[i] : 0.0f)
-                                : dh[i] * slope[i][0];
+                                : dh[i] * (1.0f - before[i] * before[i]);
         through[i] = 0.0f;
       }
       if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
@@ -322,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               target + ((static_cast<i64>(to / UNITS) * BLOCKS * UNITS + to % UNITS) * SEQUENCES +
                         pair) / IN_WORD;
           if constexpr (SHORT_MESSAGES)
-            store_shared_by_device(place, with_tag(first, second, tag));
+            store_shared_by_device(place, with_tag(first * SCALE, second * SCALE, tag));
           else
             store_shared_by_device(place, with_tag(first, tag), with_tag(second, tag));
         }
