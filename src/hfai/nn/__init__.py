@@ -8,8 +8,18 @@ Each class here is a subclass of torch's class of the same name and differs from
 alone. What the fast path does not cover runs torch's own code.
 """
 
+from hfai.nn.attention import MultiheadAttention
 from hfai.nn.convert import to_hfai, to_torch
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.rnn import GRU, LSTM, RNN
 
-__all__ = ["GRU", "LSTM", "RNN", "LayerNorm", "RMSNorm", "to_hfai", "to_torch"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "LayerNorm",
+    "MultiheadAttention",
+    "RMSNorm",
+    "to_hfai",
+    "to_torch",
+]

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
+from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.path import Path
 from hfai.nn.rnn import GRU, LSTM, RNN
@@ -21,6 +22,7 @@ OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: LSTM,
     nn.GRU: GRU,
     nn.RNN: RNN,
+    nn.MultiheadAttention: MultiheadAttention,
 }
 
 TORCH_CLASS = {hfai_class: torch_class for torch_class, hfai_class in OPERATORS.items()}

@@ -1,0 +1,211 @@
+"""torch's fused attention operators for q, k and v of any strides, each behind the same two calls.
+
+They are what `torch.nn.functional.scaled_dot_product_attention` ends in. We call them by name because
+that function keeps to itself what a backward of ours needs (the row sums' logarithms above all, from
+which the weights can be written on the side), and because their own autograd nodes refuse to be
+differentiated twice.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Kept = tuple[Tensor, ...]
+"""What a forward leaves for its backward besides q, k, v, bias and out.
+
+First of all the natural logarithm of each row's sum of exponentials, fp32, [B, H, L] at least.
+"""
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+_aten = torch.ops.aten
+
+
+class Core(Protocol):
+    """One way to compute softmax(q kᵀ / √D + bias) v and its gradients.
+
+    q and out are [B, L, H, D], k and v [B, S, H, D], of any strides whose last is 1; the bias is
+    None or broadcasts to [B, H, L, S].
+    """
+
+    name: str
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Kept]:
+        """Return the output, and what backward needs."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        kept: Kept,
+        causal: bool,
+    ) -> Gradients:
+        """Return the gradients of q, k and v."""
+
+
+class Flash:
+    """FlashAttention 2: half precision, no bias."""
+
+    name = "torch's flash attention"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Kept]:
+        """See `Core`."""
+        made = _aten._scaled_dot_product_flash_attention(*_t(q, k, v), 0.0, causal, False)
+        return made[0].transpose(1, 2), (made[1], made[6], made[7])
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        kept: Kept,
+        causal: bool,
+    ) -> Gradients:
+        """See `Core`."""
+        lse, seed, offset = kept
+        made = _aten._scaled_dot_product_flash_attention_backward(
+            *_t(grad, q, k, v, out),
+            lse,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+            seed,
+            offset,
+        )
+        dq, dk, dv = _t(*made)
+        return dq, dk, dv
+
+
+class Efficient:
+    """The memory-efficient kernel: all types, any bias."""
+
+    name = "torch's memory-efficient attention"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Kept]:
+        """See `Core`."""
+        out, *kept = _aten._scaled_dot_product_efficient_attention(
+            *_t(q, k, v), _expanded(bias, q, k), True, 0.0, causal
+        )
+        return out.transpose(1, 2), tuple(kept)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        kept: Kept,
+        causal: bool,
+    ) -> Gradients:
+        """See `Core`."""
+        wanted = [True, True, True, False]
+        made = _aten._scaled_dot_product_efficient_attention_backward(
+            *_t(grad, q, k, v), _expanded(bias, q, k), *_t(out), *kept, 0.0, wanted, causal
+        )
+        dq, dk, dv = _t(*made[:3])
+        return dq, dk, dv
+
+
+class Cudnn:
+    """cuDNN's attention: half precision on Hopper and later."""
+
+    name = "cuDNN's attention"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Kept]:
+        """See `Core`."""
+        made = _aten._scaled_dot_product_cudnn_attention(
+            *_t(q, k, v), bias, True, 0.0, causal, False
+        )
+        return made[0].transpose(1, 2), (made[1], made[6], made[7])
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        kept: Kept,
+        causal: bool,
+    ) -> Gradients:
+        """See `Core`."""
+        made = _aten._scaled_dot_product_cudnn_attention_backward(
+            *_t(grad, q, k, v, out),
+            *kept,
+            bias,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+        )
+        dq, dk, dv = _t(*made)
+        return dq, dk, dv
+
+
+class OnCpu:
+    """torch's fused kernel for the CPU, so that the way of a call can be tested without a GPU."""
+
+    name = "torch's attention for the CPU"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Kept]:
+        """See `Core`."""
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *_t(q, k, v), 0.0, causal, attn_mask=_expanded(bias, q, k)
+        )
+        return out.transpose(1, 2), (lse,)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        kept: Kept,
+        causal: bool,
+    ) -> Gradients:
+        """See `Core`."""
+        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_t(grad, q, k, v, out), *kept, 0.0, causal, attn_mask=_expanded(bias, q, k)
+        )
+        dq, dk, dv = _t(*made)
+        return dq, dk, dv
+
+
+def _t(*tensors: Tensor) -> list[Tensor]:
+    """Return the views [B, H, length, D] that torch's operators take, or undo that."""
+    return [tensor.transpose(1, 2) for tensor in tensors]
+
+
+def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    return bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])

@@ -1,0 +1,60 @@
+"""Which core a call runs on.
+
+Up to 256 queries and keys our kernel is asked first (`kernels.attention.supports`). What it leaves,
+and everything longer, goes to the operator that torch itself would choose, by torch's own switches
+(`torch.nn.attention.sdpa_kernel`), with known faults routed around.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hfai.kernels.mha.cores import Core, Cudnn, Efficient, Flash, OnCpu
+
+FLASH, EFFICIENT, CUDNN, ON_CPU = Flash(), Efficient(), Cudnn(), OnCpu()
+# By the numbers of torch's own enumeration (SDPBackend); 0 is its unfused formula.
+_BACKENDS: dict[int, Core] = {1: FLASH, 2: EFFICIENT, 3: CUDNN}
+MOST_HEAD_DIM = 256
+
+
+def why_not_head(head: int, dtype: torch.dtype) -> str | None:
+    """Say why torch's fused operators do not take heads of this size as they lie, or None."""
+    unit = 4 if dtype is torch.float32 else 8
+    if head % unit or head > MOST_HEAD_DIM:
+        return f"a head dimension of {head} is no multiple of {unit} up to {MOST_HEAD_DIM}"
+    return None
+
+
+def core_for(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float
+) -> Core | None:
+    """Return the core for these heads, [B, length, H, D], or None where torch has none fused."""
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    backend = _BACKENDS.get(torch._fused_sdp_choice(*heads, bias, dropout, causal))
+    if backend is not None and not q.is_cuda:
+        return ON_CPU
+    if backend is CUDNN and bias is not None and q.shape[1] % 128 == 64:
+        # Gradients of q may be NaN there: https://github.com/pytorch/pytorch/issues/196678
+        return EFFICIENT
+    return backend
+
+
+def with_dropout(
+    core: Core, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
+    """Attend with dropout of the weights, differentiable once by torch's own node.
+
+    Returns:
+        The output, [B, L, H, D].
+    """
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    if core is EFFICIENT and bias is not None:
+        bias = bias.expand(*heads[0].shape[:3], k.shape[1])
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(
+            *heads, bias, torch.is_grad_enabled(), dropout, causal
+        )[0]
+    else:
+        out = F.scaled_dot_product_attention(*heads, bias, dropout, causal)
+    return out.transpose(1, 2)
