@@ -1,0 +1,237 @@
+// Tiles of rows in shared memory, and the tensor cores' operands and results made from and of them.
+//
+// A row is one head's WIDTH elements (HEAD rounded up to 16, the rest zeros) and 16 bytes that keep
+// the rows of a fragment in different banks. Half precision sums 16 elements in one product, TF32
+// eight: 32 bytes either way, which is why most of this does not ask for the type.
+//
+// TF32's operands "by columns" take rows 2q and 2q + 1 of memory where the instruction's numbering
+// says q and q + 4. The order of the summed dimension is free; this one is that of a product's
+// result, so that a result becomes the next product's left operand without leaving its lanes, and
+// it meets no bank twice.
+
+constexpr bool HALF = sizeof(T) == 2;
+constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));  // elements in 16 bytes
+constexpr int STEP = 2 * VECTOR;                          // elements summed by one product
+constexpr int WIDTH = ceil_div(HEAD, 16) * 16;
+constexpr int PITCH = WIDTH + VECTOR;
+static_assert(HEAD % 8 == 0, "rows are whole vectors");
+
+// Starts copying `count` rows of a head and fills up with zeros to ROWS; `thread` of THREADS.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void copy_rows(T* target, const T* source, i64 stride, int count,
+                                          int thread) {
+  constexpr int PIECES = WIDTH / VECTOR;
+#pragma unroll
+  for (int i = 0; i < ceil_div(ROWS * PIECES, THREADS); ++i) {
+    const int index = i * THREADS + thread, row = index / PIECES, piece = index % PIECES;
+    if (ROWS * PIECES % THREADS != 0 && index >= ROWS * PIECES) break;
+    const bool copy = row < count && piece * VECTOR < HEAD;
+    copy_async_or_zeros(target + row * PITCH + piece * VECTOR,
+                        copy ? source + row * stride + piece * VECTOR : source, copy);
+  }
+}
+// Rounds what the same thread copied, after its arrival; nothing to do in half precision.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void round_rows(T* target, int thread) {
+  if constexpr (!HALF) {
+    constexpr int PIECES = WIDTH / VECTOR;
+#pragma unroll
+    for (int i = 0; i < ceil_div(ROWS * PIECES, THREADS); ++i) {
+      const int index = i * THREADS + thread, row = index / PIECES, piece = index % PIECES;
+      if (ROWS * PIECES % THREADS != 0 && index >= ROWS * PIECES) break;
+      T* vector = target + row * PITCH + piece * VECTOR;
+#pragma unroll
+      for (int e = 0; e < VECTOR; ++e)
+        vector[e] = from_float<T>(__uint_as_float(round_to_tf32(to_float(vector[e]))));
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (HALF)
+    multiply_half<T>(sum, a, b0, b1);
+  else
+    multiply_tf32(sum, a, b0, b1);
+}
+
+// Left operand [16][STEP] at `tile`, whose rows are the result's rows.
+__device__ __forceinline__ void load_left(u32 (&a)[4], const T* tile, int pitch) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(a, tile + lane % 16 * pitch + lane / 16 * VECTOR);
+}
+// Left operand [16][STEP] whose transpose [STEP][16] lies at `tile`.
+__device__ __forceinline__ void load_left_by_columns(u32 (&a)[4], const T* tile, int pitch) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (HALF) {
+    load_matrices_transposed(a, tile + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
+  } else {
+    const T* first = tile + lane % 4 * 2 * pitch + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      a[i] = __float_as_uint(to_float(first[i / 2 * pitch + i % 2 * 8]));
+  }
+}
+// Right operands of two products, [STEP][8] each, whose transposes lie at `tile` as [16][STEP].
+__device__ __forceinline__ void load_right_by_rows(u32 (&b)[4], const T* tile, int pitch) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(b, tile + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * VECTOR);
+}
+// Right operands of two products, side by side at `tile` as [STEP][16].
+__device__ __forceinline__ void load_right(u32 (&b)[4], const T* tile, int pitch) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (HALF) {
+    load_matrices_transposed(b, tile + lane % 16 * pitch + lane / 16 * 8);
+  } else {
+    const T* first = tile + lane % 4 * 2 * pitch + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      b[i] = __float_as_uint(to_float(first[i % 2 * pitch + i / 2 * 8]));
+  }
+}
+
+// sum[ROW_TILES][2 * COLUMNS][4] += left [16 ROW_TILES][WIDTH] times the transpose of right
+// [16 COLUMNS][WIDTH], both rows of heads.
+template <int ROW_TILES, int COLUMNS>
+__device__ __forceinline__ void multiply_heads(float (&sum)[ROW_TILES][2 * COLUMNS][4],
+                                               const T* left, const T* right) {
+#pragma unroll
+  for (int step = 0; step < WIDTH; step += STEP) {
+    u32 a[ROW_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) load_left(a[r], left + r * 16 * PITCH + step, PITCH);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; ++c) {
+      u32 b[4];
+      load_right_by_rows(b, right + c * 16 * PITCH + step, PITCH);
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; ++r) {
+        multiply(sum[r][2 * c], a[r], b[0], b[1]);
+        multiply(sum[r][2 * c + 1], a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// The left operand [16][STEP] that is columns STEP * step and on of a result.
+template <int TILES>
+__device__ __forceinline__ void as_left(u32 (&a)[4], const float (&result)[TILES][4], int step) {
+  if constexpr (HALF) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      a[i] = pack_pair<T>(result[2 * step + i / 2][i % 2 * 2], result[2 * step + i / 2][i % 2 * 2 + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(result[step][i % 2 * 2 + i / 2]);
+  }
+}
+
+// sum[ROW_TILES][WIDTH / 8][4] += left, a result of [16 ROW_TILES][8 TILES], times right [8 TILES]
+// [WIDTH], rows of heads.
+template <int ROW_TILES, int TILES>
+__device__ __forceinline__ void multiply_result(float (&sum)[ROW_TILES][WIDTH / 8][4],
+                                                const float (&left)[ROW_TILES][TILES][4],
+                                                const T* right) {
+#pragma unroll
+  for (int step = 0; step < TILES * 8 / STEP; ++step) {
+    u32 a[ROW_TILES][4];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r) as_left(a[r], left[r], step);
+#pragma unroll
+    for (int c = 0; c < WIDTH / 16; ++c) {
+      u32 b[4];
+      load_right(b, right + step * STEP * PITCH + c * 16, PITCH);
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; ++r) {
+        multiply(sum[r][2 * c], a[r], b[0], b[1]);
+        multiply(sum[r][2 * c + 1], a[r], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Writes a result [16][8 TILES] to shared memory as the next product reads it.
+template <int TILES>
+__device__ __forceinline__ void keep_result(T* tile, int pitch, const float (&result)[TILES][4]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      T* target = tile + (lane / 4 + 8 * h) * pitch + 8 * t + lane % 4 * 2;
+      if constexpr (HALF) {
+        *reinterpret_cast<u32*>(target) = pack_pair<T>(result[t][2 * h], result[t][2 * h + 1]);
+      } else {
+        uint2 pair;
+        pair.x = round_to_tf32(result[t][2 * h]);
+        pair.y = round_to_tf32(result[t][2 * h + 1]);
+        *reinterpret_cast<uint2*>(target) = pair;
+      }
+    }
+}
+
+// After it, word i of lane q of a quad is what word q of lane i was before.
+__device__ __forceinline__ void transpose_in_quad(u32 (&word)[4]) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool upper = (threadIdx.x & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const u32 sent = upper ? word[i] : word[i + bit];
+      const u32 kept = upper ? word[i + bit] : word[i];
+      const u32 received = __shfl_xor_sync(0xffffffffu, sent, bit);
+      word[i] = upper ? received : kept;
+      word[i + bit] = upper ? kept : received;
+    }
+  }
+}
+
+// Stores a result [16][8 TILES] to global memory: rows below `rows` and columns below `columns`, a
+// multiple of 8, of a matrix whose rows start on 16 bytes. Whole warps call it.
+template <int TILES>
+__device__ __forceinline__ void store_result(T* target, i64 stride, int rows, int columns,
+                                             const float (&result)[TILES][4]) {
+  const int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = lane / 4 + 8 * h;
+    T* start = target + row * stride;
+    if constexpr (HALF) {
+      // Lane q of a quad has columns 2q and 2q + 1 of each tile, and takes all eight of tile q.
+#pragma unroll
+      for (int group = 0; group < ceil_div(TILES, 4); ++group) {
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int t = smaller(group * 4 + i, TILES - 1);
+          word[i] = pack_pair<T>(result[t][2 * h], result[t][2 * h + 1]);
+        }
+        transpose_in_quad(word);
+        const int tile = group * 4 + quad;
+        if (row < rows && tile < TILES && tile * 8 < columns) {
+          uint4 vector;
+          vector.x = word[0], vector.y = word[1], vector.z = word[2], vector.w = word[3];
+          *reinterpret_cast<uint4*>(start + tile * 8) = vector;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int t = 0; t < TILES; ++t)
+        if (row < rows && t * 8 < columns) {
+          uint2 pair;
+          pair.x = __float_as_uint(result[t][2 * h]), pair.y = __float_as_uint(result[t][2 * h + 1]);
+          *reinterpret_cast<uint2*>(start + t * 8 + quad * 2) = pair;
+        }
+    }
+  }
+}
+
+// The sum, or the maximum, over the four lanes that share a result's row.
+__device__ __forceinline__ float sum_in_quad(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+__device__ __forceinline__ float max_in_quad(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
