@@ -12,6 +12,11 @@ from hfai.nn.attention import MultiheadAttention
 from hfai.nn.convert import to_hfai, to_torch
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.rnn import GRU, LSTM, RNN
+from hfai.nn.transformer import (
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 __all__ = [
     "GRU",
@@ -20,6 +25,9 @@ __all__ = [
     "LayerNorm",
     "MultiheadAttention",
     "RMSNorm",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "to_hfai",
     "to_torch",
 ]

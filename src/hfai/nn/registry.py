@@ -15,6 +15,11 @@ from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.path import Path
 from hfai.nn.rnn import GRU, LSTM, RNN
+from hfai.nn.transformer import (
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LayerNorm,
@@ -23,6 +28,9 @@ OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.GRU: GRU,
     nn.RNN: RNN,
     nn.MultiheadAttention: MultiheadAttention,
+    nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: TransformerDecoderLayer,
+    nn.TransformerEncoder: TransformerEncoder,
 }
 
 TORCH_CLASS = {hfai_class: torch_class for torch_class, hfai_class in OPERATORS.items()}

@@ -6,7 +6,7 @@ tells them apart are types, shapes and options, never the data.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -136,12 +136,9 @@ def _batched(
     layout = Layout(module.num_heads, batch_first)
     products = project(module, q, k, v)
     masking = Masking(causal, attn_mask, key_padding_mask, None, nan_rows)
-    made = _short(products, layout, masking, options.need_weights, dropout)
-    if made is None:
-        made = _fused(products, layout, masking, sizes, options.need_weights, dropout)
-    if made is None:
-        return None
-    rows, weights = made
+    rows, weights = attend_products(
+        products, layout, masking, need_weights=options.need_weights, dropout=dropout
+    )
     y = F.linear(rows, module.out_proj.weight, module.out_proj.bias)
     if weights is not None and torch.is_autocast_enabled(q.device.type):
         weights = weights.float()  # as softmax is under autocast
@@ -162,11 +159,32 @@ def _why_not_inputs(
     return None
 
 
+def attend_products(
+    products: list[Tensor],
+    layout: Layout,
+    masking: Masking,
+    *,
+    need_weights: bool,
+    dropout: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from the input products to rows of the output, [B, L, E] or [L, B, E] by `layout`.
+
+    Args:
+        products: one, two or three, as `projections.project` makes them.
+        layout: how they lie.
+        masking: masks that `masks.why_not_fitting` has passed.
+        need_weights: also return the weights averaged over heads, [B, L, S]; without dropout only.
+        dropout: probability of dropping a weight.
+    """
+    made = _short(products, layout, masking, need_weights, dropout)
+    return made or _fused(products, layout, masking, need_weights, dropout)
+
+
 def _short(
     products: list[Tensor], layout: Layout, masking: Masking, need_weights: bool, dropout: float
 ) -> tuple[Tensor, Tensor | None] | None:
     """Attend by our kernel, or return None where it does not cover the call."""
-    wanted = "averaged" if need_weights else None
+    wanted: Literal["averaged"] | None = "averaged" if need_weights else None
     heads, batch_first = layout
     if len(products) == 1:
         qkv = products[0]
@@ -184,21 +202,12 @@ def _short(
 
 
 def _fused(
-    products: list[Tensor],
-    layout: Layout,
-    masking: Masking,
-    sizes: tuple[int, int, int, int],
-    need_weights: bool,
-    dropout: float,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Attend by torch's operators, or return None where it has none fused for the call."""
+    products: list[Tensor], layout: Layout, masking: Masking, need_weights: bool, dropout: float
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by torch's operators."""
     q, k, v = layout.split(products)
-    bias = masks.as_bias(
-        masking.key_padding_mask, masking.attn_mask, q.dtype, sizes, masking.nan_rows
-    )
+    bias = masks.as_bias(masking, q, k)
     core = dispatch.core_for(q, k, v, bias, masking.causal, dropout)
-    if core is None:
-        return None
     if dropout:
         out = dispatch.with_dropout(core, q, k, v, bias, masking.causal, dropout)
         return layout.join(out), None

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Kept = tuple[Tensor, ...]
 """What a forward leaves for its backward besides q, k, v, bias and out.
@@ -197,6 +198,37 @@ class OnCpu:
             *_t(grad, q, k, v, out), *kept, 0.0, causal, attn_mask=_expanded(bias, q, k)
         )
         dq, dk, dv = _t(*made)
+        return dq, dk, dv
+
+
+class Unfused:
+    """torch's plain operators, for heads that no fused kernel takes and where all are off."""
+
+    name = "torch's unfused attention"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Kept]:
+        """See `Core`."""
+        made = F.scaled_dot_product_attention(*_t(q, k, v), bias, 0.0, causal)
+        return made.transpose(1, 2), (q.new_empty(0),)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        kept: Kept,
+        causal: bool,
+    ) -> Gradients:
+        """See `Core`; the forward is computed anew."""
+        with torch.enable_grad():
+            heads = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
+            made = F.scaled_dot_product_attention(*_t(*heads), bias, 0.0, causal)
+            dq, dk, dv = torch.autograd.grad(made, heads, grad.transpose(1, 2))
         return dq, dk, dv
 
 

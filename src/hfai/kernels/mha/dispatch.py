@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hfai.kernels.mha.cores import Core, Cudnn, Efficient, Flash, OnCpu
+from hfai.kernels.mha.cores import Core, Cudnn, Efficient, Flash, OnCpu, Unfused
 
-FLASH, EFFICIENT, CUDNN, ON_CPU = Flash(), Efficient(), Cudnn(), OnCpu()
-# By the numbers of torch's own enumeration (SDPBackend); 0 is its unfused formula.
+FLASH, EFFICIENT, CUDNN, ON_CPU, UNFUSED = Flash(), Efficient(), Cudnn(), OnCpu(), Unfused()
+# By the numbers of torch's own enumeration, torch.nn.attention.SDPBackend.
 _BACKENDS: dict[int, Core] = {1: FLASH, 2: EFFICIENT, 3: CUDNN}
 MOST_HEAD_DIM = 256
 
@@ -29,11 +29,12 @@ def why_not_head(head: int, dtype: torch.dtype) -> str | None:
 
 def core_for(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float
-) -> Core | None:
-    """Return the core for these heads, [B, length, H, D], or None where torch has none fused."""
+) -> Core:
+    """Return the core for these heads, [B, length, H, D]."""
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    backend = _BACKENDS.get(torch._fused_sdp_choice(*heads, bias, dropout, causal))
-    if backend is not None and not q.is_cuda:
+    # 0 where the user has switched all fused ones off, or for heads that none takes.
+    backend = _BACKENDS.get(torch._fused_sdp_choice(*heads, bias, dropout, causal), UNFUSED)
+    if backend is not UNFUSED and not q.is_cuda:
         return ON_CPU
     if backend is CUDNN and bias is not None and q.shape[1] % 128 == 64:
         # Gradients of q may be NaN there: https://github.com/pytorch/pytorch/issues/196678

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from hfai.kernels.attention import Masking
 from hfai.kernels.coverage import PLAIN_TYPES
 
 ALIGNMENT = 16
@@ -59,23 +60,21 @@ def why_not_fitting(
     return None
 
 
-def as_bias(
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int, int],
-    blocked_is_nan: bool,
-) -> Tensor | None:
-    """Merge the masks into one bias of `dtype`, or return None where there is none.
+def as_bias(masking: Masking, q: Tensor, k: Tensor) -> Tensor | None:
+    """Merge the masks into one bias of q's type, or return None where there is none.
+
+    A bias of another type than q's is read wrongly by cuDNN's attention. Rows without any key become
+    NaN where `nan_rows` says so, from which come NaNs as from softmax over nothing; else they stay
+    -inf, from which fused attention makes zeros.
 
     Args:
-        key_padding_mask, attn_mask: as in `why_not_fitting`, which found nothing.
-        dtype: of q. A bias of another type is read wrongly by cuDNN's attention.
-        sizes: B, H, L, S.
-        blocked_is_nan: rows without any key become NaN, so that their outputs do: what softmax over
-            nothing gives. False leaves them -inf, from which fused attention makes zeros.
+        masking: with masks in which `why_not_fitting` found nothing.
+        q: [B, L, H, D].
+        k: [B, S, H, D].
     """
-    batch, heads, queries, keys = sizes
+    key_padding_mask, attn_mask = masking.key_padding_mask, masking.attn_mask
+    batch, queries, heads, _ = q.shape
+    keys, dtype = k.shape[1], q.dtype
     masks = []
     if key_padding_mask is not None:
         masks.append(key_padding_mask.view(batch, 1, 1, keys))
@@ -93,7 +92,7 @@ def as_bias(
         bias = mask.detach()
     else:
         bias = _aligned(mask, dtype).copy_(mask)
-    if blocked_is_nan:
+    if masking.nan_rows:
         # Out of place: the bias may be the caller's own mask.
         bias = bias.masked_fill((bias == -math.inf).all(-1, keepdim=True), math.nan)
     return bias
