@@ -91,6 +91,7 @@ def test_layers_are_found_however_deep_they_lie(case: OperatorCase, layer: nn.Mo
     assert model["a"][0][1] is layer
 
 
+@pytest.mark.needs("no layers inside")
 def test_a_layer_used_in_several_places_stays_one_layer(
     case: OperatorCase, layer: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +190,7 @@ def test_another_model_is_not_touched(case: OperatorCase, layer: nn.Module) -> N
     assert type(case.torch_class(*case.arguments, **case.keywords)) is case.torch_class
 
 
+@pytest.mark.needs("no layers inside")
 def test_verbose_says_what_was_swapped_and_what_was_left_and_why(
     case: OperatorCase, layer: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_subclass_as_input_sees_the_call_and_comes_out(
     assert_close(plain, expected, operator.case, torch.float32)
 
 
+@pytest.mark.needs("parameters of its own")
 def test_a_subclass_as_weight_sees_the_call(operator: Operator, device: torch.device) -> None:
     operator.require("subclass")
     layer = operator.build(device)

@@ -1,12 +1,12 @@
 """MultiheadAttention: torch's module with fused attention on the input product behind `forward`.
 
 torch's default call (`need_weights=True`) writes the scores of every head to memory, several times;
-without weights it copies q, k and v apart and gathers their gradients. Ours computes on views of the
-input product, and writes averaged weights on the side.
+without weights it copies q, k and v apart and gathers their gradients. Ours computes on views of
+the input product, and writes averaged weights on the side.
 
 Parameters are read by attribute on every call, since pruning, FSDP and adapters replace them;
-nothing is kept between calls. A call that is not covered, or that torch must refuse, goes to torch's
-own forward as it came.
+nothing is kept between calls. A call that is not covered, or that torch must refuse, goes to
+torch's own forward as it came.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.training and self.dropout:
             return Path(
                 "hfai",
-                "fused attention on the input product; with need_weights=True, the default, torch's "
-                "as long as dropout is on",
+                "fused attention on the input product; with need_weights=True, the default, "
+                "torch's as long as dropout is on",
             )
         return Path("hfai", "fused attention on the input product, averaged weights on the side")

@@ -1,8 +1,8 @@
 """An encoder's layers over the rows that are not padding, and those alone.
 
 All products, norms and activations work on [T, E], where T counts the tokens of the batch that are
-no padding. Only attention needs sequences: the input product's rows are put back into [B, L, 3E] for
-it, where masked keys cost little, and its output is gathered again.
+no padding. Only attention needs sequences: the input product's rows are put back into [B, L, 3E]
+for it, where masked keys cost little, and its output is gathered again.
 """
 
 from __future__ import annotations
@@ -90,15 +90,14 @@ def _run_layer(
     """Run one layer over [T, E]."""
     if layer.norm_first:
         x = x + _attend(layer, layer.norm1(x), rows, masking)
-        return x + layer._ff_block(layer.norm2(x))
-    x = layer.norm1(x + _attend(layer, x, rows, masking))
-    x = layer.norm2(x + layer._ff_block(x))
-    return x
+        y: Tensor = x + layer._ff_block(layer.norm2(x))
+    else:
+        x = layer.norm1(x + _attend(layer, x, rows, masking))
+        y = layer.norm2(x + layer._ff_block(x))
+    return y
 
 
-def _attend(
-    layer: nn.TransformerEncoderLayer, x: Tensor, rows: Tensor, masking: Masking
-) -> Tensor:
+def _attend(layer: nn.TransformerEncoderLayer, x: Tensor, rows: Tensor, masking: Masking) -> Tensor:
     module = layer.self_attn
     padding = masking.key_padding_mask
     assert padding is not None
@@ -116,4 +115,4 @@ def _attend(
 def _put_back(x: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
     """Return [B, L, *] with `x` in the given rows, counted over B and L, and zeros elsewhere."""
     whole = x.new_zeros((shape.numel(), x.shape[1]))
-    return whole.index_copy(0, rows, x).unflatten(0, tuple(shape))
+    return whole.index_copy(0, rows, x).view(*shape, x.shape[1])

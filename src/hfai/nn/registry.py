@@ -33,6 +33,9 @@ OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.TransformerEncoder: TransformerEncoder,
 }
 
+# Layers that compute with their parts' parameters and never call those parts.
+WHOLE = (nn.MultiheadAttention,)
+
 TORCH_CLASS = {hfai_class: torch_class for torch_class, hfai_class in OPERATORS.items()}
 
 

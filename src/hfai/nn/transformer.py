@@ -1,10 +1,10 @@
 """Transformer layers whose attention and norms are hfai's, in training and in evaluation.
 
 torch's encoder layer reads its attention's and norms' weights in evaluation and never calls those
-modules. Ours calls them wherever fused kernels are worth more than one operator for the whole layer,
-and is torch's own otherwise. The decoder layer always calls its parts: its class is here so that a
-layer built from it has ours inside. `nn.TransformerDecoder` and `nn.Transformer` only call their
-layers and need no class of their own.
+modules. Ours calls them wherever fused kernels are worth more than one operator for the whole
+layer, and is torch's own otherwise. The decoder layer always calls its parts: its class is here so
+that a layer built from it has ours inside. `nn.TransformerDecoder` and `nn.Transformer` only call
+their layers and need no class of their own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _PARTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LayerNorm,
 }
 
-# Multiply-adds of one of a layer's square products below which torch's single operator for the whole
-# layer wins: the host then takes longer over the parts than the GPU over the work.
+# Multiply-adds of a product of E by E below which torch's single operator for the whole layer wins:
+# the host then takes longer over the parts than the GPU over the work.
 LEAST_WORK_IN_EVALUATION = 1 << 32
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` around hfai's attention and norms."""
 
-    @functools.wraps(nn.TransformerEncoderLayer.__init__)
+    @functools.wraps(nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _swap_parts(self)
@@ -49,26 +49,27 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """Run the layer over `src`; see torch's class for shapes and options."""
+        y: Tensor
         if isinstance(src, torch.fx.Proxy):
             options = {
                 "src_mask": src_mask,
                 "src_key_padding_mask": src_key_padding_mask,
                 "is_causal": is_causal,
             }
-            node: Tensor = as_leaf(self, src, (src,), options)
-            return node
-        if not _calls_parts(self, src, src_mask, src_key_padding_mask):
-            y: Tensor = nn.TransformerEncoderLayer.forward(
+            y = as_leaf(self, src, (src,), options)
+        elif not _calls_parts(self, src, src_mask, src_key_padding_mask):
+            y = nn.TransformerEncoderLayer.forward(
                 self, src, src_mask, src_key_padding_mask, is_causal
             )
-            return y
-        x = src
-        if self.norm_first:
-            x = x + self._sa_block(self.norm1(x), src_mask, src_key_padding_mask, is_causal)
-            return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + self._sa_block(x, src_mask, src_key_padding_mask, is_causal))
-        x = self.norm2(x + self._ff_block(x))
-        return x
+        elif self.norm_first:
+            x = self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
+            x = src + x
+            y = x + self._ff_block(self.norm2(x))
+        else:
+            x = self._sa_block(src, src_mask, src_key_padding_mask, is_causal)
+            x = self.norm1(src + x)
+            y = self.norm2(x + self._ff_block(x))
+        return y
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what torch.jit.script compiles in this layer's place."""
@@ -84,7 +85,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer` around hfai's attention and norms."""
 
-    @functools.wraps(nn.TransformerDecoderLayer.__init__)
+    @functools.wraps(nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _swap_parts(self)
@@ -101,7 +102,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Run the layer over `tgt`; see torch's class for shapes and options."""
-        options = {
+        options: dict[str, Any] = {
             "tgt_mask": tgt_mask,
             "memory_mask": memory_mask,
             "tgt_key_padding_mask": tgt_key_padding_mask,
@@ -191,7 +192,7 @@ def _calls_parts(
         return False
     if src_mask is not None or src_key_padding_mask is not None:
         dtypes = {m.dtype for m in (src_mask, src_key_padding_mask) if m is not None}
-        if dtypes != {torch.bool}:
+        if len(dtypes) > 1 or not all(d is torch.bool or d.is_floating_point for d in dtypes):
             return False  # torch makes masks of one type, and warns or refuses
     if torch.compiler.is_compiling():
         return True

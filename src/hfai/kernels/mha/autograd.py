@@ -40,7 +40,7 @@ class Attend(Function):
         out, kept = core.forward(q, k, v, bias, causal)
         rows = layout.join(out)
         ctx.save_for_backward(bias, rows, *kept, *products)
-        ctx.constants = (core, layout, causal, need_weights, len(products))
+        ctx.constants = (core, layout, causal, len(products))
         ctx.set_materialize_grads(False)
         if not need_weights:
             return (rows,)
@@ -51,12 +51,12 @@ class Attend(Function):
         ctx: Any, drows: Tensor | None, dweights: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         """Run the core's backward, or torch's operators where it doesn't reach."""
-        core, layout, causal, need_weights, count = ctx.constants
+        core, layout, causal, count = ctx.constants
         bias, rows, *saved = ctx.saved_tensors
         kept, products = tuple(saved[:-count]), saved[-count:]
-        nothing = (None,) * 5
+        nothing: tuple[Tensor | None, ...] = (None,) * 5
         if drows is None and dweights is None:
-            return nothing + (None,) * count
+            return (*nothing, *(None,) * count)
         if _is_plain_pass(drows, dweights):
             assert drows is not None
             gradients = core.backward(
@@ -67,17 +67,17 @@ class Attend(Function):
                 kept,
                 causal,
             )
-            return nothing + tuple(_gather(gradients, products, layout))
+            return (*nothing, *_gather(gradients, products, layout))
         masking = Masking(causal=causal, attn_mask=bias)
 
         def recompute() -> tuple[Tensor, Tensor]:
-            out, of_heads = formula.attention(*layout.split(products), masking)
+            q, k, v = layout.split(products)
+            out, of_heads = formula.attention(q, k, v, masking)
             return layout.join(out), of_heads
 
         needed = ctx.needs_input_grad[5:]
-        return nothing + watched_backward(
-            recompute, tuple(products), needed, drows, dweights, "averaged"
-        )
+        found = watched_backward(recompute, tuple(products), needed, drows, dweights, "averaged")
+        return (*nothing, *found)
 
 
 # `apply` without the Python wrapper around it, whose functorch check the caller has made already.
@@ -109,7 +109,7 @@ def _gather(gradients: Gradients, products: list[Tensor], layout: Layout) -> lis
 
 
 def _as_packed(gradients: Gradients, product: Tensor, layout: Layout) -> Tensor | None:
-    """Return the tensor that the three already lie in as q, k and v lie in `product`, if they do."""
+    """Return the tensor in which the three lie as q, k and v do in `product`, if there is one."""
     first, length, width = gradients[0], product.shape[1], product.shape[2]
     start = first.storage_offset()
     if first.untyped_storage().nbytes() < start * first.element_size() + product.nbytes:

@@ -104,9 +104,7 @@ def _batched(
 ) -> tuple[Tensor, Tensor | None] | None:
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         return None
-    swapped = (
-        q is k and k is v and not q.is_contiguous() and q.transpose(0, 1).is_contiguous()
-    )
+    swapped = q is k and k is v and not q.is_contiguous() and q.transpose(0, 1).is_contiguous()
     if swapped:  # rows that lie the other way round are worked on as they lie
         q = k = v = q.transpose(0, 1)
         batch_first = not batch_first
@@ -234,6 +232,5 @@ def _is_torchs_inference(
     if not torch.backends.mha.get_fastpath_enabled():
         return False
     return not torch.is_grad_enabled() or not any(
-        tensor is not None and tensor.requires_grad
-        for tensor in (q, *module.parameters())
+        tensor is not None and tensor.requires_grad for tensor in (q, *module.parameters())
     )

@@ -1,9 +1,9 @@
 """torch's fused attention operators for q, k and v of any strides, each behind the same two calls.
 
-They are what `torch.nn.functional.scaled_dot_product_attention` ends in. We call them by name because
-that function keeps to itself what a backward of ours needs (the row sums' logarithms above all, from
-which the weights can be written on the side), and because their own autograd nodes refuse to be
-differentiated twice.
+They are what `torch.nn.functional.scaled_dot_product_attention` ends in. We call them by name
+because that function keeps to itself what a backward of ours needs (above all the logarithms of the
+row sums, from which the weights can be written on the side), and because their own autograd nodes
+refuse to be differentiated twice.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ class Unfused:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
     ) -> tuple[Tensor, Kept]:
         """See `Core`."""
-        made = F.scaled_dot_product_attention(*_t(q, k, v), bias, 0.0, causal)
+        q, k, v = _t(q, k, v)
+        made = F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal)
         return made.transpose(1, 2), (q.new_empty(0),)
 
     def backward(
@@ -227,7 +228,8 @@ class Unfused:
         """See `Core`; the forward is computed anew."""
         with torch.enable_grad():
             heads = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
-            made = F.scaled_dot_product_attention(*_t(*heads), bias, 0.0, causal)
+            q, k, v = _t(*heads)
+            made = F.scaled_dot_product_attention(q, k, v, bias, 0.0, causal)
             dq, dk, dv = torch.autograd.grad(made, heads, grad.transpose(1, 2))
         return dq, dk, dv
 

@@ -57,5 +57,7 @@ def with_dropout(
             *heads, bias, torch.is_grad_enabled(), dropout, causal
         )[0]
     else:
-        out = F.scaled_dot_product_attention(*heads, bias, dropout, causal)
-    return out.transpose(1, 2)
+        q, k, v = heads
+        out = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal)
+    result: Tensor = out.transpose(1, 2)
+    return result

@@ -63,9 +63,9 @@ def why_not_fitting(
 def as_bias(masking: Masking, q: Tensor, k: Tensor) -> Tensor | None:
     """Merge the masks into one bias of q's type, or return None where there is none.
 
-    A bias of another type than q's is read wrongly by cuDNN's attention. Rows without any key become
-    NaN where `nan_rows` says so, from which come NaNs as from softmax over nothing; else they stay
-    -inf, from which fused attention makes zeros.
+    A bias of another type than q's is read wrongly by cuDNN's attention. Rows without any key
+    become NaN where `nan_rows` says so, from which come NaNs as from softmax over nothing; else
+    they stay -inf, from which fused attention makes zeros.
 
     Args:
         masking: with masks in which `why_not_fitting` found nothing.

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,8 +28,9 @@ class Layout(NamedTuple):
         for i, projection in enumerate(projections):
             # The last holds what is left of the three; those before it hold one each.
             held = 3 - i if i == len(projections) - 1 else 1
-            head = projection.shape[-1] // (held * self.heads)
-            parts += projection.unflatten(-1, (held, self.heads, head)).unbind(2)
+            first, second, width = projection.shape
+            shape = (first, second, held, self.heads, width // (held * self.heads))
+            parts += projection.view(shape).unbind(2)
         return parts if self.batch_first else [part.transpose(0, 1) for part in parts]
 
     def join(self, heads: Tensor) -> Tensor:
@@ -39,7 +39,8 @@ class Layout(NamedTuple):
 
     def apart(self, rows: Tensor) -> Tensor:
         """Return the view [B, L, H, D] of rows."""
-        heads = rows.unflatten(-1, (self.heads, -1))
+        first, second, width = rows.shape
+        heads = rows.view(first, second, self.heads, width // self.heads)
         return heads if self.batch_first else heads.transpose(0, 1)
 
 
@@ -53,18 +54,18 @@ def project(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor) -> l
         v: rows of S.
     """
     bias = module.in_proj_bias
+    inputs: tuple[Tensor, ...]
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
     if not module._qkv_same_embed_dim:
-        weights: Sequence[Tensor | None] = (
-            module.q_proj_weight,
-            module.k_proj_weight,
-            module.v_proj_weight,
-        )
-        biases: Sequence[Tensor | None] = (None,) * 3 if bias is None else bias.chunk(3)
-        return [F.linear(*each) for each in zip((q, k, v), weights, biases, strict=True)]
-    weight = module.in_proj_weight
-    if q is k and k is v:
-        return [F.linear(q, weight, bias)]
-    width = weight.shape[1]
-    inputs, sizes = ((q, k), [width, 2 * width]) if k is v else ((q, k, v), [width] * 3)
-    biases = (None,) * len(sizes) if bias is None else bias.split(sizes)
-    return [F.linear(*each) for each in zip(inputs, weight.split(sizes), biases, strict=True)]
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        inputs, sizes = (q, k, v), [module.embed_dim] * 3
+    else:
+        weight = module.in_proj_weight
+        if q is k and k is v:
+            return [F.linear(q, weight, bias)]
+        width = module.embed_dim
+        inputs, sizes = ((q, k), [width, 2 * width]) if k is v else ((q, k, v), [width] * 3)
+        weights = weight.split_with_sizes(sizes)
+    biases = (None,) * len(sizes) if bias is None else bias.split_with_sizes(sizes)
+    return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]

@@ -2,7 +2,8 @@
 
 torch's own forward copies q, k and v apart, and with `need_weights=True` computes the output from
 weights that it wrote to memory. Here the output comes from fused attention on views of the input
-product, and the weights from a product of their own, which the compiler drops where the caller does.
+product, and the weights from a product of their own, which the compiler drops where the caller
+drops them.
 """
 
 from __future__ import annotations
