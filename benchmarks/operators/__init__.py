@@ -6,6 +6,7 @@ from benchmarks.harness.case import Operator
 from benchmarks.operators.gru import GRU
 from benchmarks.operators.layer_norm import LayerNorm
 from benchmarks.operators.lstm import LSTM
+from benchmarks.operators.mha import MHA
 from benchmarks.operators.rms_norm import RMSNorm
 from benchmarks.operators.rnn import RNN
 
@@ -15,4 +16,5 @@ OPERATORS: dict[str, type[Operator]] = {
     LSTM.name: LSTM,
     GRU.name: GRU,
     RNN.name: RNN,
+    MHA.name: MHA,
 }
