@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import models
 from click.testing import CliRunner
+
+from benchmarks import models
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def test_curves_see_the_same_batches(workload: models.Workload) -> None:
 
 def test_the_command_writes_a_result_file(tmp_path: Path) -> None:
     out = tmp_path / "models.json"
-    arguments = "--model bert_tiny --rounds 1 --steps 1 --no-compiled --out".split()
+    arguments = ["--model", "bert_tiny", "--rounds", "1", "--steps", "1", "--no-compiled", "--out"]
     done = CliRunner().invoke(models.main, [*arguments, str(out)])
     assert done.exit_code == 0, done.output
     made = json.loads(out.read_text())

@@ -1,9 +1,10 @@
-"""Attention on a GPU: as accurate as torch's, over poisoned memory, captured, the same bits again."""
+"""Attention on a GPU: as accurate as torch's over poisoned memory, captured, repeatable bits."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -22,11 +23,11 @@ from tests.nn.operator_cases import assert_same_bits
 CUDA = torch.device("cuda")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Below this no two orders of summation agree, and neither error says anything of the kernels.
-NOISE = {FP32: 1e-6, FP16: 1e-3, BF16: 8e-3}
+NOISE = {FP32: 1e-6, FP16: 5e-4, BF16: 4e-3}
 
 
 @pytest.fixture(params=[False, True], ids=["ieee", "tf32"])
-def _tf32(request: pytest.FixtureRequest) -> Any:
+def tf32(request: pytest.FixtureRequest) -> Any:
     """Both of torch's switches for fp32 products."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = request.param
@@ -76,7 +77,9 @@ def compare(
         assert one.shape == exact.shape
         assert one.dtype == other.dtype
         errors = [float(((t.double() - exact).norm() / exact.norm()).item()) for t in (one, other)]
-        assert errors[0] <= 1.5 * errors[1] + NOISE[dtype], f"result {i}: {errors}"
+        # torch's own may be NaN: cuDNN's gradients with a mask at some lengths are.
+        allowed = 1.5 * errors[1] if math.isfinite(errors[1]) else NOISE[dtype]
+        assert errors[0] <= allowed + NOISE[dtype], f"result {i}: {errors}"
 
 
 def masks(kind: str, batch: int, heads: int, rows: int, keys: int) -> dict[str, Any]:
@@ -102,9 +105,9 @@ def masks(kind: str, batch: int, heads: int, rows: int, keys: int) -> dict[str, 
 @pytest.mark.parametrize("head", [64, 32, 80, 128, 256])
 @pytest.mark.parametrize("length", [16, 64, 100, 256, 320, 576])
 def test_errors_are_at_most_one_and_a_half_times_torchs(
-    length: int, head: int, dtype: torch.dtype, _tf32: bool
+    length: int, head: int, dtype: torch.dtype, tf32: bool
 ) -> None:
-    if dtype != FP32 and _tf32:
+    if dtype != FP32 and tf32:
         pytest.skip("TF32 is fp32's")
     ours, torchs, double = modules(2 * head, 2, dtype, batch_first=True)
     x = torch.randn(3, length, 2 * head, device=CUDA).to(dtype)
@@ -164,7 +167,7 @@ def test_a_mask_where_cudnn_has_nan_gradients_goes_elsewhere() -> None:
 @pytest.mark.parametrize("length", [64, 512])
 def test_weights_on_the_side_are_those_of_the_formula(length: int, dtype: torch.dtype) -> None:
     q, k = torch.randn(2, 2, length, 4, 64, device=CUDA).to(dtype).unbind()
-    out, kept = dispatch.EFFICIENT.forward(q, k, k, None, False)
+    _, kept = dispatch.EFFICIENT.forward(q, k, k, None, False)
     made = weights.averaged(q, k, kept[0], None, False)
     exact = torch.einsum("blhd,bshd->bhls", q.double(), k.double()).div(8).softmax(-1).mean(1)
     assert ((made - exact).norm() / exact.norm()).item() < 4 * NOISE[dtype]
