@@ -18,7 +18,7 @@ __device__ __forceinline__ void multiply_tf32(float (&sum)[4], const u32* a, u32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <class T>
-__device__ __forceinline__ void multiply_half(float (&sum)[4], const u32* a, u32 b0, u32 b1);
+__device__ __forceinline__ void multiply_half(float (&)[4], const u32*, u32, u32) {}  // no such type
 template <>
 __device__ __forceinline__ void multiply_half<BFloat16>(float (&sum)[4], const u32* a, u32 b0,
                                                         u32 b1) {

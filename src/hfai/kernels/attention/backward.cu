@@ -60,12 +60,7 @@ __device__ __forceinline__ void sum_over_rows(const T* left, const T* right, int
                                               float factor, T* target, i64 stride, int keys,
                                               int columns) {
   float sum[KEY_TILE / 16][COLUMN_TILE / 8][4];
-#pragma unroll
-  for (int m = 0; m < KEY_TILE / 16; ++m)
-#pragma unroll
-    for (int t = 0; t < COLUMN_TILE / 8; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[m][t][i] = 0.0f;
+  set_zero(sum);
 #pragma unroll 2
   for (int row = first_row; row < rows; row += STEP) {
     u32 a[KEY_TILE / 16][4];
@@ -132,19 +127,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 
   const int first = warp * WARP_ROWS, own = first + lane / 4;
   float dquery[ROW_TILES][WIDTH / 8][4], lse_2[ROW_TILES][2], delta[ROW_TILES][2];
+  set_zero(dquery);
 #pragma unroll
-  for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-    for (int t = 0; t < WIDTH / 8; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dquery[r][t][i] = 0.0f;
+  for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = own + r * 16 + h * 8;
       lse_2[r][h] = row < rows ? lse[row] * LOG2_E : INFINITE;  // no probability beyond the last row
       delta[r][h] = 0.0f;
     }
-  }
   copy_async_wait<0>();
   round_rows<ROWS, THREADS>(all_queries, threadIdx.x);
   round_rows<ROWS, THREADS>(all_dout, threadIdx.x);
@@ -167,48 +158,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 
     // Rows that come before all of these keys have no part in them where CAUSAL.
     if (!CAUSAL || first + WARP_ROWS > first_key) {
-      float score[ROW_TILES][TILES][4], dscore[ROW_TILES][TILES][4];
-#pragma unroll
-      for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int t = 0; t < TILES; ++t)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) score[r][t][i] = dscore[r][t][i] = 0.0f;
-      multiply_heads<ROW_TILES, KEY_BLOCK / 16>(score, all_queries + first * PITCH, some_keys);
+      Kept<TILES> probability[ROW_TILES], dscore[ROW_TILES];
+      float sum[ROW_TILES][TILES][4];
+      set_zero(sum);
+      multiply_heads<ROW_TILES, KEY_BLOCK / 16>(sum, all_queries + first * PITCH, some_keys);
 #pragma unroll
       for (int r = 0; r < ROW_TILES; ++r) {
-        masks.apply(score[r], own + r * 16, first_key + lane % 4 * 2);
+        masks.apply(sum[r], own + r * 16, first_key + lane % 4 * 2);
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            score[r][t][i] =
-                exp2_approximate(__fmaf_rn(score[r][t][i], to_exponent, -lse_2[r][i / 2]));
-        keep_result(probabilities + (first + r * 16) * KEY_PITCH, KEY_PITCH, score[r]);
+            sum[r][t][i] = exp2_approximate(__fmaf_rn(sum[r][t][i], to_exponent, -lse_2[r][i / 2]));
+        probability[r].take(sum[r]);
+        probability[r].store(probabilities + (first + r * 16) * KEY_PITCH, KEY_PITCH);
       }
-      multiply_heads<ROW_TILES, KEY_BLOCK / 16>(dscore, all_dout + first * PITCH, some_values);
+      set_zero(sum);
+      multiply_heads<ROW_TILES, KEY_BLOCK / 16>(sum, all_dout + first * PITCH, some_values);
 #pragma unroll
       for (int r = 0; r < ROW_TILES; ++r) {
         if (KEY_BLOCKS == 1) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            float sum = 0.0f;
+            float all = 0.0f;
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
 #pragma unroll
-              for (int i = 0; i < 2; ++i)
-                sum = __fmaf_rn(score[r][t][2 * h + i], dscore[r][t][2 * h + i], sum);
-            delta[r][h] = sum_in_quad(sum);
+              for (int i = 2 * h; i < 2 * h + 2; ++i)
+                all = __fmaf_rn(probability[r].element(t, i), sum[r][t][i], all);
+            delta[r][h] = sum_in_quad(all);
           }
         }
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            dscore[r][t][i] = score[r][t][i] * (dscore[r][t][i] - delta[r][i / 2]);
-        keep_result(dscores + (first + r * 16) * KEY_PITCH, KEY_PITCH, dscore[r]);
+            sum[r][t][i] = probability[r].element(t, i) * (sum[r][t][i] - delta[r][i / 2]);
+        dscore[r].take(sum[r]);
+        dscore[r].store(dscores + (first + r * 16) * KEY_PITCH, KEY_PITCH);
       }
-      multiply_result(dquery, dscore, some_keys);
+      multiply_kept(dquery, dscore, some_keys);
     }
     __syncthreads();
 

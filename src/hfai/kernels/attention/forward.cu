@@ -59,27 +59,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 
   while (first < rows) {
     float sum[ROW_TILES][WIDTH / 8][4], total[ROW_TILES][2], top[ROW_TILES][2];
+    set_zero(sum);
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-      for (int t = 0; t < WIDTH / 8; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[r][t][i] = 0.0f;
+    for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
       for (int h = 0; h < 2; ++h) total[r][h] = 0.0f, top[r][h] = -INFINITE;
-    }
 
     // Keys beyond the last row of the tile add nothing where CAUSAL.
     const int chunks = CAUSAL ? min(CHUNKS, (first + WARP_ROWS - 1) / CHUNK + 1) : CHUNKS;
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       float score[ROW_TILES][TILES][4];
-#pragma unroll
-      for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int t = 0; t < TILES; ++t)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) score[r][t][i] = 0.0f;
+      set_zero(score);
       multiply_heads<ROW_TILES, CHUNK / 16>(score, queries, all_keys + chunk * CHUNK * PITCH);
 #pragma unroll
       for (int r = 0; r < ROW_TILES; ++r) {
@@ -112,7 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
             }
         }
       }
-      multiply_result(sum, score, all_values + chunk * CHUNK * PITCH);
+      Kept<TILES> weight[ROW_TILES];
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; ++r) weight[r].take(score[r]);
+      multiply_kept(sum, weight, all_values + chunk * CHUNK * PITCH);
     }
 
     const int next = first + static_cast<int>(parts) * GROUP_ROWS;

@@ -78,7 +78,7 @@ class ForwardPlan:
     def registers(self) -> int:
         """An estimate of the registers a thread needs."""
         width = _round_up(self.head, 16)
-        return self.row_tiles * (self.chunk // 2 + width // 2 + 8) + 40
+        return self.row_tiles * (self.chunk // 2 + width // 2 + 24) + 40
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
@@ -131,7 +131,8 @@ class BackwardPlan:
     def registers(self) -> int:
         """An estimate of the registers a thread needs."""
         width = _round_up(self.head, 16)
-        rows = self.row_tiles * (self.key_block + width // 2 + 4)
+        kept = self.key_block // (4 if self.itemsize == 2 else 2)
+        rows = self.row_tiles * (self.key_block // 2 + kept + width // 2 + 12)
         return max(rows, self.row_tiles * width // 2 + self.key_tile * self.column_tile // 32) + 44
 
     def constants(self) -> dict[str, int | bool]:
@@ -177,7 +178,7 @@ class WeightsPlan:
     @property
     def registers(self) -> int:
         """An estimate of the registers a thread needs."""
-        return self.chunk + 44
+        return self.chunk + 72
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""

@@ -89,6 +89,16 @@ __device__ __forceinline__ void load_right(u32 (&b)[4], const T* tile, int pitch
   }
 }
 
+template <int ROW_TILES, int TILES>
+__device__ __forceinline__ void set_zero(float (&sum)[ROW_TILES][TILES][4]) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[r][t][i] = 0.0f;
+}
+
 // sum[ROW_TILES][2 * COLUMNS][4] += left [16 ROW_TILES][WIDTH] times the transpose of right
 // [16 COLUMNS][WIDTH], both rows of heads.
 template <int ROW_TILES, int COLUMNS>
@@ -112,61 +122,87 @@ __device__ __forceinline__ void multiply_heads(float (&sum)[ROW_TILES][2 * COLUM
   }
 }
 
-// The left operand [16][STEP] that is columns STEP * step and on of a result.
-template <int TILES>
-__device__ __forceinline__ void as_left(u32 (&a)[4], const float (&result)[TILES][4], int step) {
-  if constexpr (HALF) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      a[i] = pack_pair<T>(result[2 * step + i / 2][i % 2 * 2], result[2 * step + i / 2][i % 2 * 2 + 1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(result[step][i % 2 * 2 + i / 2]);
-  }
+// The lower or upper half of a word; fp32 has none.
+template <class H>
+__device__ __forceinline__ float half_of(u32 word, int upper) {
+  H value;
+  value.bits = static_cast<u16>(word >> upper * 16);
+  return to_float(value);
+}
+template <>
+__device__ __forceinline__ float half_of<float>(u32, int) {
+  return 0.0f;
 }
 
-// sum[ROW_TILES][WIDTH / 8][4] += left, a result of [16 ROW_TILES][8 TILES], times right [8 TILES]
-// [WIDTH], rows of heads.
+// A result as it goes to shared memory: rounded to T (or TF32), two elements that lie side by side in
+// one word in half precision.
+constexpr int KEPT = HALF ? 2 : 4;  // words of a tile
+template <int TILES>
+struct Kept {
+  u32 word[TILES][KEPT];
+
+  __device__ __forceinline__ void take(const float (&result)[TILES][4]) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int i = 0; i < KEPT; ++i)
+        if constexpr (HALF)
+          word[t][i] = pack_pair<T>(result[t][2 * i], result[t][2 * i + 1]);
+        else
+          word[t][i] = round_to_tf32(result[t][i]);
+  }
+  __device__ __forceinline__ float element(int tile, int i) const {
+    return HALF ? half_of<T>(word[tile][i / 2], i % 2) : __uint_as_float(word[tile][i % KEPT]);
+  }
+  // The left operand [16][STEP] that is columns STEP * step and on.
+  __device__ __forceinline__ void as_left(u32 (&a)[4], int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if constexpr (HALF)
+        a[i] = word[2 * step + i / 2][i % 2];
+      else
+        a[i] = word[step][i % 2 * 2 + i / 2];
+  }
+  // Writes it to `tile`, as the next product reads it.
+  __device__ __forceinline__ void store(T* tile, int pitch) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        T* target = tile + (lane / 4 + 8 * h) * pitch + 8 * t + lane % 4 * 2;
+        if constexpr (HALF) {
+          *reinterpret_cast<u32*>(target) = word[t][h];
+        } else {
+          uint2 pair;
+          pair.x = word[t][2 * h], pair.y = word[t][2 * h + 1];
+          *reinterpret_cast<uint2*>(target) = pair;
+        }
+      }
+  }
+};
+
+// sum[ROW_TILES][WIDTH / 8][4] += left, results of [16][8 TILES] each, times right [8 TILES][WIDTH],
+// rows of heads.
 template <int ROW_TILES, int TILES>
-__device__ __forceinline__ void multiply_result(float (&sum)[ROW_TILES][WIDTH / 8][4],
-                                                const float (&left)[ROW_TILES][TILES][4],
-                                                const T* right) {
+__device__ __forceinline__ void multiply_kept(float (&sum)[ROW_TILES][WIDTH / 8][4],
+                                              const Kept<TILES> (&left)[ROW_TILES],
+                                              const T* right) {
 #pragma unroll
   for (int step = 0; step < TILES * 8 / STEP; ++step) {
-    u32 a[ROW_TILES][4];
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) as_left(a[r], left[r], step);
 #pragma unroll
     for (int c = 0; c < WIDTH / 16; ++c) {
       u32 b[4];
       load_right(b, right + step * STEP * PITCH + c * 16, PITCH);
 #pragma unroll
       for (int r = 0; r < ROW_TILES; ++r) {
-        multiply(sum[r][2 * c], a[r], b[0], b[1]);
-        multiply(sum[r][2 * c + 1], a[r], b[2], b[3]);
+        u32 a[4];
+        left[r].as_left(a, step);
+        multiply(sum[r][2 * c], a, b[0], b[1]);
+        multiply(sum[r][2 * c + 1], a, b[2], b[3]);
       }
     }
   }
-}
-
-// Writes a result [16][8 TILES] to shared memory as the next product reads it.
-template <int TILES>
-__device__ __forceinline__ void keep_result(T* tile, int pitch, const float (&result)[TILES][4]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      T* target = tile + (lane / 4 + 8 * h) * pitch + 8 * t + lane % 4 * 2;
-      if constexpr (HALF) {
-        *reinterpret_cast<u32*>(target) = pack_pair<T>(result[t][2 * h], result[t][2 * h + 1]);
-      } else {
-        uint2 pair;
-        pair.x = round_to_tf32(result[t][2 * h]);
-        pair.y = round_to_tf32(result[t][2 * h + 1]);
-        *reinterpret_cast<uint2*>(target) = pair;
-      }
-    }
 }
 
 // After it, word i of lane q of a quad is what word q of lane i was before.

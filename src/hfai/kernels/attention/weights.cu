@@ -67,11 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       key_added, key_mask_of(key_mask, batch * key_mask_batch + first_key * key_mask_key),
       key_mask_key, keys - first_key);
 
-  float average[TILES][4];
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) average[t][i] = 0.0f;
+  float average[1][TILES][4];
+  set_zero(average);
 #pragma unroll 1
   for (int head = 0; head < heads; ++head) {
     T* const queries = operands + head % 2 * OPERANDS;
@@ -83,10 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (head + 1 < heads) fetch(head + 1);
 
     float score[1][TILES][4];
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) score[0][t][i] = 0.0f;
+    set_zero(score);
     multiply_heads<1, CHUNK / 16>(score, queries + warp * 16 * PITCH, some_keys);
     // The key mask in shared memory begins with this chunk.
     const Masks masks = {mask_of(mask, head * mask_head), mask_row, key_added - first_key,
@@ -104,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         score[0][t][i] = exp2_approximate(__fmaf_rn(score[0][t][i], to_exponent, -lse_2[i / 2]));
-        if (AVERAGED) average[t][i] += score[0][t][i];
+        if (AVERAGED) average[0][t][i] += score[0][t][i];
       }
     if (!AVERAGED)
       store_weights(weights + static_cast<i64>(head) * rows * keys, rows - first, keys - first_key,
@@ -115,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) average[t][i] *= share;
-    store_weights(weights, rows - first, keys - first_key, keys, average);
+      for (int i = 0; i < 4; ++i) average[0][t][i] *= share;
+    store_weights(weights, rows - first, keys - first_key, keys, average[0]);
   }
 }
