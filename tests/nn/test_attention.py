@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hfai
-from hfai.kernels.mha import call
+from hfai.kernels.mha import call, dispatch
 from hfai.kernels.mha.call import Options
 from hfai.nn import to_hfai
 from tests.nn.operator_cases import assert_same_bits
@@ -30,6 +30,7 @@ E, H, B, L, S = 32, 4, 3, 8, 5
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send CPU tensors the way of CUDA ones."""
     monkeypatch.setattr(call, "also_on_cpu", True)
+    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 0)
 
 
 def pair(*arguments: Any, **keywords: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
@@ -411,6 +412,16 @@ def test_what_is_torchs_is_named_with_the_reason(keywords: dict[str, Any], words
     given = {"embed_dim": E, "num_heads": H} | keywords
     _, ours = pair(given.pop("embed_dim"), given.pop("num_heads"), **given)
     assert words in str(call.why_not_covered(ours))
+
+
+def test_small_inputs_in_inference_are_torchs(fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 1 << 29)
+    torchs, ours = (module.eval() for module in pair(E, H, batch_first=True))
+    x = torch.randn(B, L, E)
+    assert is_covered(ours, x, x, x)
+    with torch.no_grad():
+        assert not is_covered(ours, x, x, x)
+        assert_same_bits(list(ours(x, x, x)), list(torchs(x, x, x)))
 
 
 def test_heads_of_sizes_that_no_fused_kernel_takes_are_torchs(fused: None) -> None:

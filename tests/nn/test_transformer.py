@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hfai.nn
-from hfai.kernels.mha import call
+from hfai.kernels.mha import call, dispatch
 from hfai.nn import to_hfai, to_torch, transformer
 from tests.nn.operator_cases import assert_same_bits
 
@@ -22,6 +22,7 @@ E, H, B, L = 32, 4, 3, 8
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send CPU tensors the way of CUDA ones, and small inputs the way of large ones."""
     monkeypatch.setattr(call, "also_on_cpu", True)
+    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 0)
     monkeypatch.setattr(transformer, "LEAST_WORK_IN_EVALUATION", 0)
 
 

@@ -26,6 +26,11 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NOISE = {FP32: 1e-6, FP16: 5e-4, BF16: 4e-3}
 
 
+@pytest.fixture(autouse=True)
+def _small_inputs_go_our_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 0)
+
+
 @pytest.fixture(params=[False, True], ids=["ieee", "tf32"])
 def tf32(request: pytest.FixtureRequest) -> Any:
     """Both of torch's switches for fp32 products."""

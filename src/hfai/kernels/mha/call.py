@@ -124,13 +124,16 @@ def _batched(
         # torch takes the hint at its word where it can do without the mask, else the mask.
         causal = key_padding_mask is None and not options.need_weights
         attn_mask = None if causal else attn_mask
+    inference = not module.training and _is_torchs_inference(
+        module, q, k, v, key_padding_mask, attn_mask, module.batch_first and not as_one
+    )
+    if inference and q.numel() * q.shape[-1] < dispatch.LEAST_WORK_IN_INFERENCE:
+        return None
     nan_rows = False
     if key_padding_mask is not None or attn_mask is not None:
         if masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
             return None
-        nan_rows = options.need_weights or _is_torchs_inference(
-            module, q, k, v, key_padding_mask, attn_mask, batch_first and not as_one
-        )
+        nan_rows = options.need_weights or inference
     layout = Layout(module.num_heads, batch_first)
     products = project(module, q, k, v)
     masking = Masking(causal, attn_mask, key_padding_mask, None, nan_rows)
@@ -205,10 +208,11 @@ def _fused(
     """Attend by torch's operators."""
     q, k, v = layout.split(products)
     bias = masks.as_bias(masking, q, k)
-    core = dispatch.core_for(q, k, v, bias, masking.causal, dropout)
-    if dropout:
-        out = dispatch.with_dropout(core, q, k, v, bias, masking.causal, dropout)
+    differentiable = torch.is_grad_enabled() and any(p.requires_grad for p in products)
+    if dropout or not (differentiable or need_weights):
+        out = dispatch.by_torchs_node(q, k, v, bias, masking.causal, dropout)
         return layout.join(out), None
+    core = dispatch.core_for(q, k, v, bias, masking.causal, dropout)
     made = apply_attend(core, layout, bias, masking.causal, need_weights, *products)
     return made[0], made[1] if need_weights else None
 
@@ -222,10 +226,15 @@ def _is_torchs_inference(
     attn_mask: Tensor | None,
     batch_first: bool,
 ) -> bool:
-    """Return whether torch would take its inference path, where rows without a key become NaN."""
-    if module.training or not batch_first or module.num_heads % 2 or module.in_proj_bias is None:
+    """Return whether torch would take its inference path, given that training is off.
+
+    It is one operator, and rows without a key become NaN there.
+    """
+    if not batch_first or q is not k or k is not v or module.num_heads % 2:
         return False
-    if q is not k or k is not v or torch.is_autocast_enabled(q.device.type):
+    if not module._qkv_same_embed_dim or module.in_proj_bias is None:
+        return False
+    if torch.is_autocast_enabled(q.device.type):
         return False
     if any(mask is not None and mask.is_floating_point() for mask in (key_padding_mask, attn_mask)):
         return False

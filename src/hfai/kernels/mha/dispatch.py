@@ -17,6 +17,9 @@ FLASH, EFFICIENT, CUDNN, ON_CPU, UNFUSED = Flash(), Efficient(), Cudnn(), OnCpu(
 # By the numbers of torch's own enumeration, torch.nn.attention.SDPBackend.
 _BACKENDS: dict[int, Core] = {1: FLASH, 2: EFFICIENT, 3: CUDNN}
 MOST_HEAD_DIM = 256
+# Multiply-adds of a product of E by E below which torch's own inference path, one operator for the
+# whole module, is left alone: the host takes longer over a call than the GPU over its work.
+LEAST_WORK_IN_INFERENCE = 1 << 29
 
 
 def why_not_head(head: int, dtype: torch.dtype) -> str | None:
@@ -42,19 +45,20 @@ def core_for(
     return backend
 
 
-def with_dropout(
-    core: Core, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float
+def by_torchs_node(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """Attend with dropout of the weights, differentiable once by torch's own node.
+    """Attend without a node of ours: where no gradient is wanted, or weights are dropped.
 
     Returns:
-        The output, [B, L, H, D].
+        The output, [B, L, H, D], differentiable once.
     """
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    if core is EFFICIENT and bias is not None:
+    keeps = torch.is_grad_enabled() and q.requires_grad
+    if keeps and bias is not None and core_for(q, k, v, bias, causal, dropout) is EFFICIENT:
         bias = bias.expand(*heads[0].shape[:3], k.shape[1])
         out = torch.ops.aten._scaled_dot_product_efficient_attention(
-            *heads, bias, torch.is_grad_enabled(), dropout, causal
+            *heads, bias, True, dropout, causal
         )[0]
     else:
         q, k, v = heads
