@@ -47,6 +47,7 @@ Feature = Literal[
     "parameters of its own",
     "reset_parameters",
     "outputs that hang on every parameter",
+    "a forward of our own",
 ]
 
 # Relative and absolute bounds against float64, wide enough for torch's own kernels.
@@ -423,7 +424,7 @@ CASES = [
         draw=_each((4, 5, 16), (4, 7, 16)),
         function=F.multi_head_attention_forward,
         tolerances=ATTENTION_TOLERANCES,
-        unsupported=UNSUPPORTED_BY_LAYERS | {"a single input"},
+        unsupported=UNSUPPORTED_BY_LAYERS | {"a single input", "a forward of our own"},
     ),
     OperatorCase(
         name="TransformerEncoder",
@@ -439,6 +440,7 @@ CASES = [
         draw=_each((4, 6, 16)),
         function=F.multi_head_attention_forward,
         tolerances=ATTENTION_TOLERANCES,
-        unsupported=UNSUPPORTED_BY_LAYERS | {"a device argument in its signature"},
+        unsupported=UNSUPPORTED_BY_LAYERS
+        | {"a device argument in its signature", "a forward of our own"},
     ),
 ]

@@ -20,7 +20,11 @@ from tests.nn.operator_cases import (
     tensors,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
+    # The slowest tests here; a class that hands its calls on to torch's learns nothing from them.
+    pytest.mark.needs("a forward of our own"),
+]
 
 
 @pytest.fixture(autouse=True)
