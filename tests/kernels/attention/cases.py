@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,20 +61,15 @@ def call(
 
 
 def padding(batch: int, keys: int, device: str = "cpu") -> Tensor:
-    """Return a bool key_padding_mask that leaves each batch another number of keys, at least one."""
+    """Return a bool key_padding_mask that leaves each batch a number of keys, at least one."""
     lengths = torch.tensor([1 + (keys * (b + 1) // (batch + 1)) % keys for b in range(batch)])
     return (torch.arange(keys)[None] >= lengths[:, None]).to(device)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Return ||actual - expected|| / ||expected||, infinite where one has a NaN the other hasn't."""
+    """Return ||actual - expected|| / ||expected||; infinite where the NaNs of both differ."""
     actual, expected = actual.detach().double(), expected.double()
     if not torch.equal(actual.isnan(), expected.isnan()):
         return float("inf")
     difference, scale = (actual - expected).nan_to_num().norm(), expected.nan_to_num().norm()
     return (difference / scale.clamp_min(1e-30)).item()
-
-
-def without_masks(masking: Masking) -> Masking:
-    """Return the options alone."""
-    return replace(masking, attn_mask=None, key_padding_mask=None)

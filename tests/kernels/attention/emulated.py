@@ -30,7 +30,8 @@ int start(void (*kernel)(A...), int grid, int block, size_t shared_bytes, const 
   return emulator::run(grid, block, shared_bytes, [=] { kernel(argument<A>(raw[I])...); });
 }
 template <class... A>
-int start(void (*kernel)(A...), int grid, int block, size_t shared_bytes, const u64* raw, int count) {
+int start(void (*kernel)(A...), int grid, int block, size_t shared_bytes, const u64* raw,
+          int count) {
   if (count != sizeof...(A)) return 2;
   return start(kernel, grid, block, shared_bytes, raw, std::index_sequence_for<A...>());
 }
@@ -59,7 +60,9 @@ class EmulatedKernel:
         result = self._run(
             grid, self._block, ctypes.c_size_t(self._shared_bytes), raw, len(arguments)
         )
-        assert result == 0, {1: "threads wait forever", 2: "the number of arguments differs"}[result]
+        assert result == 0, {1: "threads wait forever", 2: "the number of arguments differs"}[
+            result
+        ]
 
 
 def load(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import pytest
@@ -57,4 +59,64 @@ def _poisoned(like: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_type_from_a_packed_product(dtype: torch.dtype) -> None:
-    check(call(dtype, 2, 64, 64, 2, 64, packed=True))
+    check(call(dtype, 1, 40, 40, 2, 24, packed=True), weights=False)
+
+
+def test_keys_in_several_parts_with_all_masks_at_once() -> None:
+    mask = torch.randn(130, 130, generator=torch.Generator().manual_seed(1)).to(BF16)
+    mask[:, 1::3] = -torch.inf
+    masking = Masking(True, mask, padding(2, 130))
+    check(call(BF16, 2, 130, 130, 1, 16, masking=masking), weights=False)
+
+
+def test_a_mask_of_each_head_and_sequence_first() -> None:
+    mask = torch.randn(4, 30, 23, generator=torch.Generator().manual_seed(1))
+    masking = Masking(attn_mask=mask, scale=0.3)
+    check(call(FP32, 2, 30, 23, 2, 8, sequence_first=True, masking=masking))
+
+
+def test_rows_without_any_key_get_zeros_and_no_gradient() -> None:
+    mask = torch.arange(20)[:, None].expand(20, 37) % 3 == 0
+    check(call(BF16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask)), weights=False)
+
+
+def test_rows_without_any_key_get_nan_where_that_is_asked_for() -> None:
+    mask = torch.arange(20)[:, None].expand(20, 37) % 3 == 0
+    case = call(BF16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask, nan_rows=True))
+    check(case, weights=False)
+    made, _ = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    assert torch.equal(made.isnan().all(-1).all(-1)[0], mask[:, 0])
+
+
+def test_an_infinite_or_nan_input_stays_in_its_own_head() -> None:
+    case = call(BF16, 1, 20, 37, 2, 8, masking=Masking(scale=1.0))
+    case.q[0, 3, 0, 0] = torch.nan
+    made, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    assert made[0, 3, 0].isnan().all()
+    assert lse[0, 0, 3].isnan()
+    assert made.isnan().sum() == 8
+
+
+def test_the_same_bits_come_out_twice() -> None:
+    case = call(FP32, 2, 30, 23, 2, 8)
+    q, k, v, masking = case.q, case.k, case.v, case.masking
+    made = [launch.attention_forward(q, k, v, masking) for _ in range(2)]
+    found = [launch.attention_backward(case.dout, q, k, v, *one, masking) for one in made]
+    assert torch.equal(made[0][0], made[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.skipif("HFAI_LONG_TESTS" not in os.environ, reason="minutes; set HFAI_LONG_TESTS=1")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(seed: int) -> None:
+    draw = random.Random(seed)
+    dtype = draw.choice([BF16, FP16, FP32])
+    rows, keys = (draw.choice([1, 7, 16, 33, 64, 65, 100, 129, 197, 256]) for _ in range(2))
+    batch, heads = draw.choice([1, 2]), draw.choice([1, 3])
+    head_dim = draw.choice([8, 16, 40, 64, 72, 80] + ([96, 128] if dtype is not FP32 else []))
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.randn(rows, keys, generator=generator)
+    mask = draw.choice([None, mask, mask.to(dtype), mask > 1])
+    padded = draw.choice([None, padding(batch, keys), padding(batch, keys).to(dtype) * -1e4])
+    masking = Masking(draw.choice([True, False]), mask, padded, nan_rows=draw.choice([True, False]))
+    check(call(dtype, batch, rows, keys, heads, head_dim, masking=masking, seed=seed))

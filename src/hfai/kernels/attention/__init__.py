@@ -3,9 +3,10 @@
     softmax(scale * q k^T + masks) v          for at most 256 rows and 256 keys
 
 `supports` says, from types, shapes and strides alone, whether a call is covered. `attention` takes
-q, k and v as views [batch, rows, heads, head_dim] of whatever memory they lie in; `packed_attention`
-takes one input product [batch, rows, 3 * embed_dim] (or sequence first) and leaves its gradient in
-one tensor. Neither copies or transposes. Both are differentiable, also twice.
+q, k and v as views [batch, rows, heads, head_dim] of whatever memory they lie in;
+`packed_attention` takes one input product [batch, rows, 3 * embed_dim] (or sequence first) and
+leaves its gradient in one tensor. Neither copies or transposes. Both are differentiable, also
+twice.
 
 The way of a call: `call.supports` -> `autograd.Attention` or `PackedAttention` -> `launch`
 (`attention_forward`, `attention_backward`, `attention_weights`) -> the kernels in forward.cu,

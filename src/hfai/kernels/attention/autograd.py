@@ -106,13 +106,19 @@ class Attention(Function):
         if dout is None and dweights is None:
             return None, None, None, None, None
         if _is_ours(dout, dweights):
-            gradients: Gradients = launch.attention_backward(
-                dout, q, k, v, out, lse, masking  # type: ignore[arg-type]
+            assert dout is not None
+            made = launch.attention_backward(dout, q, k, v, out, lse, masking)
+            gradients: Gradients = tuple(
+                gradient if need else None for gradient, need in zip(made, needed, strict=True)
             )
-            gradients = tuple(g if n else None for g, n in zip(gradients, needed, strict=True))
         else:
             gradients = watched_backward(
-                lambda: formula.attention(q, k, v, masking), (q, k, v), needed, dout, dweights, weights
+                lambda: formula.attention(q, k, v, masking),
+                (q, k, v),
+                needed,
+                dout,
+                dweights,
+                weights,
             )
         return (*gradients, None, None)
 

@@ -50,8 +50,8 @@ def supports(
     reason = (
         why_watched()
         or _why_not_tensors(q, k, v)
-        or _why_not_shapes(q, k, v)
-        or _why_not_masks(q, k, masking)
+        or why_not_shapes(q, k, v)
+        or why_not_masks(q, k, masking)
     )
     if reason is not None:
         return reason
@@ -143,7 +143,8 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Say what of sizes and strides is not covered, or None."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "q, k and v are not [batch, rows, heads, head_dim]"
     batch, rows, heads, head_dim = q.shape
@@ -164,12 +165,16 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _why_not_masks(q: Tensor, k: Tensor, masking: Masking) -> str | None:
+def why_not_masks(q: Tensor, k: Tensor, masking: Masking) -> str | None:
+    """Say what of the masks and the scale is not covered, or None."""
     batch, rows, heads, _ = q.shape
     keys = k.shape[1]
     if masking.scale is not None and not masking.scale > 0.0:
         return f"the scale is {masking.scale}, and must be above zero"
-    for name, mask in (("attn_mask", masking.attn_mask), ("key_padding_mask", masking.key_padding_mask)):
+    for name, mask in (
+        ("attn_mask", masking.attn_mask),
+        ("key_padding_mask", masking.key_padding_mask),
+    ):
         if mask is None:
             continue
         if type(mask) not in PLAIN_TYPES or mask.is_neg() or mask.layout is not torch.strided:

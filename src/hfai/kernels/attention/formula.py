@@ -1,4 +1,4 @@
-"""Attention in torch's own operators: derivatives of derivatives, and gradients into the weights."""
+"""Attention in torch's operators: for derivatives of derivatives and gradients into the weights."""
 
 from __future__ import annotations
 

@@ -192,9 +192,7 @@ def why_not_rows(tensor: Tensor) -> str | None:
         return "a head's elements do not lie side by side"
     vector = 16 // tensor.element_size()
     strides = tensor.stride()
-    if tensor.data_ptr() % 16 or any(
-        strides[d] % vector and tensor.shape[d] > 1 for d in range(3)
-    ):
+    if tensor.data_ptr() % 16 or any(strides[d] % vector and tensor.shape[d] > 1 for d in range(3)):
         return "a head's rows do not start on multiples of 16 bytes"
     return "the values' signs are kept aside as a bit" if tensor.is_neg() else None
 

@@ -18,8 +18,8 @@ from hfai.kernels.jit import DeviceLimits
 MOST_ROWS = 256
 MOST_KEYS = 256
 MOST_HEAD_DIM = 128
-REGISTERS = 65536
-"""Of a multiprocessor."""
+REGISTERS = 512
+"""Of a lane of one of a multiprocessor's four parts, among which warps are dealt out."""
 MOST_REGISTERS = 255
 """Of a thread."""
 RESERVED_BYTES = 1024
@@ -30,20 +30,9 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """How rows of a head lie in shared memory."""
-
-    head: int
-    itemsize: int
-
-    @property
-    def width(self) -> int:
-        return _round_up(self.head, 16)
-
-    @property
-    def bytes(self) -> int:
-        return self.width * self.itemsize + 16
+def _row_bytes(head: int, itemsize: int) -> int:
+    """Return the bytes of shared memory between two rows of a head (tiles.cuh: PITCH)."""
+    return _round_up(head, 16) * itemsize + 16
 
 
 @dataclass(frozen=True)
@@ -72,13 +61,14 @@ class ForwardPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         keys, rows = self.chunk * self.chunks, 16 * self.row_tiles * self.warps
-        return (2 * keys + rows) * _Rows(self.head, self.itemsize).bytes + 4 * keys
+        return (2 * keys + rows) * _row_bytes(self.head, self.itemsize) + 4 * keys
 
     @property
     def registers(self) -> int:
         """An estimate of the registers a thread needs."""
         width = _round_up(self.head, 16)
-        return self.row_tiles * (self.chunk // 2 + width // 2 + 24) + 40
+        operands = width * self.itemsize // 8 + max(0, width - 64) // 2
+        return self.row_tiles * (self.chunk // 2 + width // 2 + 8) + operands + 40
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
@@ -123,7 +113,7 @@ class BackwardPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         rows = 16 * self.row_tiles * self.warps
-        heads = 2 * (rows + self.key_block) * _Rows(self.head, self.itemsize).bytes
+        heads = 2 * (rows + self.key_block) * _row_bytes(self.head, self.itemsize)
         scores = 2 * rows * (self.key_block * self.itemsize + 16)
         return heads + scores + 4 * rows + 4 * self.key_block * self.key_blocks
 
@@ -172,13 +162,13 @@ class WeightsPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        row = _Rows(self.head, self.itemsize).bytes
+        row = _row_bytes(self.head, self.itemsize)
         return 2 * (self.rows + self.chunk) * row + 4 * self.chunk
 
     @property
     def registers(self) -> int:
         """An estimate of the registers a thread needs."""
-        return self.chunk + 72
+        return min(self.chunk + 72 + _round_up(self.head, 16) * self.itemsize // 4, 248)
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
@@ -197,7 +187,7 @@ def blocks_that_fit(plan: ForwardPlan | BackwardPlan | WeightsPlan, limits: Devi
     registers = _round_up(plan.registers, 8)
     if plan.shared_bytes > limits.shared_bytes_per_block or registers > MOST_REGISTERS + 1:
         return 0
-    return min(shared, REGISTERS // (plan.threads * registers), 48 // plan.warps or 1, 16)
+    return min(shared, 4 * (REGISTERS // registers) // plan.warps, 16)
 
 
 @functools.cache
@@ -205,7 +195,7 @@ def choose_forward(
     head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
 ) -> ForwardPlan | None:
     """Return forward's plan, or None where none fits the device."""
-    for row_tiles, warps, most_keys in _forward_shapes(rows, keys):
+    for row_tiles, warps, most_keys in _forward_shapes(head, rows, keys):
         chunks = -(-keys // most_keys)
         chunk = _round_up(-(-keys // chunks), 16)
         plan = ForwardPlan(head, dtype.itemsize, warps, row_tiles, chunk, chunks, 1, 1)
@@ -215,12 +205,12 @@ def choose_forward(
     return None
 
 
-def _forward_shapes(rows: int, keys: int) -> Iterator[tuple[int, int, int]]:
+def _forward_shapes(head: int, rows: int, keys: int) -> Iterator[tuple[int, int, int]]:
     """Yield row tiles, warps and the most keys of a chunk, the best first."""
     tiles = -(-rows // 16)
     if keys > 128 or rows > 128:
-        yield 2, min(8, -(-tiles // 2)), 64
-        yield 2, min(4, -(-tiles // 2)), 32
+        if head <= 64:
+            yield 2, min(8, -(-tiles // 2)), 64
         yield 1, min(8, tiles), 64
     yield 1, min(4, tiles), 128
     yield 1, min(4, tiles), 64
@@ -233,7 +223,9 @@ def choose_backward(
 ) -> BackwardPlan | None:
     """Return backward's plan, or None where none fits the device."""
     tiles = -(-rows // 16)
-    for row_tiles in (2, 1) if rows > 64 else (1, 2):
+    # Two tiles a warp load operands half as often, where there are registers for it.
+    few = rows <= (64 if dtype.itemsize == 2 and head <= 64 else 128) or head > 64
+    for row_tiles in (1, 2) if few else (2, 1):
         warps = -(-tiles // row_tiles)
         for most_keys in (64, 48, 32, 16):
             blocks = -(-keys // most_keys)
