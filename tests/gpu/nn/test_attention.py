@@ -155,7 +155,7 @@ def test_each_of_torchs_cores_gives_the_same(
     x = x if batch_first else x.transpose(0, 1).contiguous()
     with sdpa_kernel(backends[core]):
         q, k, v = Layout(2, batch_first).split([x.repeat(1, 1, 3)])
-        if dispatch.core_for(q, k, v, None, False, 0.0) is not core:
+        if dispatch.torchs_core(q, k, v, None, False, 0.0) is not core:
             pytest.skip(f"{core.name} does not take this on this device")
         compare(*(results(m, [x] * 3) for m in (ours, torchs, double)), BF16)
         options = {"need_weights": False}
@@ -165,7 +165,7 @@ def test_each_of_torchs_cores_gives_the_same(
 def test_a_mask_where_cudnn_has_nan_gradients_goes_elsewhere() -> None:
     q = torch.randn(2, 320, 2, 64, device=CUDA, dtype=BF16)
     bias = torch.zeros(2, 1, 1, 320, device=CUDA, dtype=BF16)
-    assert dispatch.core_for(q, q, q, bias, False, 0.0) is not dispatch.CUDNN
+    assert dispatch.torchs_core(q, q, q, bias, False, 0.0) is not dispatch.CUDNN
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -173,7 +173,7 @@ def test_a_mask_where_cudnn_has_nan_gradients_goes_elsewhere() -> None:
 def test_weights_on_the_side_are_those_of_the_formula(length: int, dtype: torch.dtype) -> None:
     q, k = torch.randn(2, 2, length, 4, 64, device=CUDA).to(dtype).unbind()
     _, kept = dispatch.EFFICIENT.forward(q, k, k, None, False)
-    made = weights.averaged(q, k, kept[0], None, False)
+    made = weights.averaged(q, k, kept, None, False)
     exact = torch.einsum("blhd,bshd->bhls", q.double(), k.double()).div(8).softmax(-1).mean(1)
     assert ((made - exact).norm() / exact.norm()).item() < 4 * NOISE[dtype]
 

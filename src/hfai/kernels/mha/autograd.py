@@ -18,7 +18,7 @@ from hfai.kernels.attention import Masking, formula
 from hfai.kernels.attention.autograd import watched_backward
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.mha import weights
-from hfai.kernels.mha.cores import Core, Gradients
+from hfai.kernels.mha.cores import Core, Gradients, ThenOurs
 from hfai.kernels.mha.projections import Layout
 
 
@@ -44,7 +44,7 @@ class Attend(Function):
         ctx.set_materialize_grads(False)
         if not need_weights:
             return (rows,)
-        return rows, weights.averaged(q, k, kept[0], bias, causal)
+        return rows, weights.averaged(q, k, kept, bias, causal)
 
     @staticmethod
     def backward(
@@ -59,15 +59,18 @@ class Attend(Function):
             return (*nothing, *(None,) * count)
         if _is_plain_pass(drows, dweights):
             assert drows is not None
-            gradients = core.backward(
-                layout.apart(drows.contiguous()),
-                *layout.split(products),
-                bias,
-                layout.apart(rows),
-                kept,
-                causal,
-            )
-            return (*nothing, *_gather(gradients, products, layout))
+            q, k, v = layout.split(products)
+            grad, out = layout.apart(drows.contiguous()), layout.apart(rows)
+            if isinstance(core, ThenOurs):
+                made = [
+                    torch.empty_like(p, memory_format=torch.contiguous_format) for p in products
+                ]
+                dq, dk, dv = layout.split(made)
+                core.backward(grad, q, k, v, bias, out, kept, causal, (dq, dk, dv))
+            else:
+                gradients = core.backward(grad, q, k, v, bias, out, kept, causal)
+                made = _gather(gradients, products, layout)
+            return (*nothing, *made)
         masking = Masking(causal=causal, attn_mask=bias)
 
         def recompute() -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import current_device
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -42,6 +43,9 @@ def attend(
     """Run a call of the module on fused attention, or return None: torch's turn."""
     if type(query) not in PLAIN_TYPES or not (query.is_cuda or also_on_cpu):
         return None
+    if query.is_cuda and query.get_device() != current_device():
+        with torch.cuda.device(query.get_device()):
+            return attend(module, query, key, value, options)
     if why_watched() is not None or why_not_covered(module) is not None:
         return None
     if type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
@@ -177,44 +181,36 @@ def attend_products(
         need_weights: also return the weights averaged over heads, [B, L, S]; without dropout only.
         dropout: probability of dropping a weight.
     """
-    made = _short(products, layout, masking, need_weights, dropout)
-    return made or _fused(products, layout, masking, need_weights, dropout)
-
-
-def _short(
-    products: list[Tensor], layout: Layout, masking: Masking, need_weights: bool, dropout: float
-) -> tuple[Tensor, Tensor | None] | None:
-    """Attend by our kernel, or return None where it does not cover the call."""
-    wanted: Literal["averaged"] | None = "averaged" if need_weights else None
-    heads, batch_first = layout
-    if len(products) == 1:
-        qkv = products[0]
-        reason = attention.supports_packed(
-            qkv, heads, masking, batch_first=batch_first, dropout=dropout
-        )
-        if reason is not None:
-            return None
-        return attention.packed_attention(qkv, heads, masking, wanted, batch_first=batch_first)
     q, k, v = layout.split(products)
-    if attention.supports(q, k, v, masking, dropout=dropout) is not None:
-        return None
-    out, weights = attention.attention(q, k, v, masking, wanted)
-    return layout.join(out), weights
-
-
-def _fused(
-    products: list[Tensor], layout: Layout, masking: Masking, need_weights: bool, dropout: float
-) -> tuple[Tensor, Tensor | None]:
-    """Attend by torch's operators."""
-    q, k, v = layout.split(products)
-    bias = masks.as_bias(masking, q, k)
     differentiable = torch.is_grad_enabled() and any(p.requires_grad for p in products)
+    if (
+        not dropout
+        and dispatch.is_ours(q, k, masking, differentiable)
+        and attention.supports(q, k, v, masking, differentiable=differentiable) is None
+    ):
+        return _short(products, layout, masking, need_weights)
+    bias = masks.as_bias(masking, q, k)
     if dropout or not (differentiable or need_weights):
         out = dispatch.by_torchs_node(q, k, v, bias, masking.causal, dropout)
         return layout.join(out), None
-    core = dispatch.core_for(q, k, v, bias, masking.causal, dropout)
+    core = dispatch.core_for(q, k, v, bias, masking.causal)
     made = apply_attend(core, layout, bias, masking.causal, need_weights, *products)
     return made[0], made[1] if need_weights else None
+
+
+def _short(
+    products: list[Tensor], layout: Layout, masking: Masking, need_weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by our kernel."""
+    wanted: Literal["averaged"] | None = "averaged" if need_weights else None
+    heads, batch_first = layout
+    if len(products) == 1:
+        return attention.packed_attention(
+            products[0], heads, masking, wanted, batch_first=batch_first
+        )
+    q, k, v = layout.split(products)
+    out, weights = attention.attention(q, k, v, masking, wanted)
+    return layout.join(out), weights
 
 
 def _is_torchs_inference(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hfai.kernels.attention import Masking, attention_backward
+
 Kept = tuple[Tensor, ...]
 """What a forward leaves for its backward besides q, k, v, bias and out.
 
@@ -199,6 +201,49 @@ class OnCpu:
         )
         dq, dk, dv = _t(*made)
         return dq, dk, dv
+
+
+class ThenOurs:
+    """One of torch's operators forward, our kernel of short sequences backward; without a bias.
+
+    cuDNN's forward is the faster from about 100 rows on, our backward up to 256: it reads the row
+    sums that any forward leaves, and writes into the products' gradients.
+    """
+
+    def __init__(self, torchs: Core) -> None:
+        self.torchs = torchs
+        self.name = f"{torchs.name}, our kernel backward"
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Kept]:
+        """See `Core`; the bias is None."""
+        out, kept = self.torchs.forward(q, k, v, bias, causal)
+        return out, (row_sums(kept, q),)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        kept: Kept,
+        causal: bool,
+        targets: Gradients | None = None,
+    ) -> Gradients:
+        """See `Core`; the gradients are written into `targets`, where those are given."""
+        return attention_backward(grad, q, k, v, out, kept[0], Masking(causal), targets)
+
+
+def row_sums(kept: Kept, q: Tensor) -> Tensor:
+    """Return the logarithms of the row sums as our kernels take them, [B, H, L], contiguous.
+
+    cuDNN has one dimension more, the memory-efficient kernel rows beyond the last.
+    """
+    batch, rows, heads, _ = q.shape
+    return kept[0].reshape(batch, heads, -1)[:, :, :rows].contiguous()
 
 
 class Unfused:

@@ -17,26 +17,25 @@ from hfai.kernels import jit
 from hfai.kernels.attention import Masking, attention_weights, plan
 from hfai.kernels.attention.call import DTYPES, allows_tf32
 from hfai.kernels.attention.launch import why_not_rows
+from hfai.kernels.mha.cores import Kept, row_sums
 
 CHUNK_BYTES = 1 << 25  # half of an H200's L2 cache
 
 
-def averaged(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+def averaged(q: Tensor, k: Tensor, kept: Kept, bias: Tensor | None, causal: bool) -> Tensor:
     """Return the mean over heads of softmax(q kᵀ / √D + bias), [B, L, S] of q's dtype.
 
     Args:
         q: [B, L, H, D].
         k: [B, S, H, D].
-        lse: what a core left of the row sums, see `cores.Kept`.
+        kept: what a core left for its backward.
         bias: broadcast to [B, H, L, S], or None; its rows without any key hold NaN.
         causal: query i sees keys 0..i only.
     """
     if _kernel_covers(q, k):
-        batch, queries, heads, _ = q.shape
-        rows = lse[:, :, :queries].reshape(batch, heads, queries)
-        mask = bias if bias is None else bias.expand(-1, -1, queries, -1)
+        mask = bias if bias is None else bias.expand(-1, -1, q.shape[1], -1)
         masking = Masking(causal=causal, attn_mask=mask)
-        return attention_weights(q, k, rows.contiguous(), masking, True)
+        return attention_weights(q, k, row_sums(kept, q), masking, True)
     return _by_torch(q, k, bias, causal)
 
 
