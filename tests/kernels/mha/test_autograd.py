@@ -55,6 +55,8 @@ class Packed(OnCpu):
         causal: bool,
     ) -> Gradients:
         made = super().backward(grad, q, k, v, bias, out, kept, causal)
+        if q.shape != k.shape:
+            return made
         whole = torch.stack([g.contiguous() for g in made], dim=2)  # [B, L, 3, H, D]
         dq, dk, dv = whole.unbind(2)
         return dq, dk, dv
