@@ -63,7 +63,7 @@ class Flash:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
     ) -> tuple[Tensor, Kept]:
         """See `Core`."""
-        made = _aten._scaled_dot_product_flash_attention(*_t(q, k, v), 0.0, causal, False)
+        made = _aten._scaled_dot_product_flash_attention.default(*_t(q, k, v), 0.0, causal, False)
         return made[0].transpose(1, 2), (made[1], made[6], made[7])
 
     def backward(
@@ -79,7 +79,7 @@ class Flash:
     ) -> Gradients:
         """See `Core`."""
         lse, seed, offset = kept
-        made = _aten._scaled_dot_product_flash_attention_backward(
+        made = _aten._scaled_dot_product_flash_attention_backward.default(
             *_t(grad, q, k, v, out),
             lse,
             None,
@@ -104,7 +104,7 @@ class Efficient:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
     ) -> tuple[Tensor, Kept]:
         """See `Core`."""
-        out, *kept = _aten._scaled_dot_product_efficient_attention(
+        out, *kept = _aten._scaled_dot_product_efficient_attention.default(
             *_t(q, k, v), _expanded(bias, q, k), True, 0.0, causal
         )
         return out.transpose(1, 2), tuple(kept)
@@ -122,7 +122,7 @@ class Efficient:
     ) -> Gradients:
         """See `Core`."""
         wanted = [True, True, True, False]
-        made = _aten._scaled_dot_product_efficient_attention_backward(
+        made = _aten._scaled_dot_product_efficient_attention_backward.default(
             *_t(grad, q, k, v), _expanded(bias, q, k), *_t(out), *kept, 0.0, wanted, causal
         )
         dq, dk, dv = _t(*made[:3])
@@ -138,7 +138,7 @@ class Cudnn:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
     ) -> tuple[Tensor, Kept]:
         """See `Core`."""
-        made = _aten._scaled_dot_product_cudnn_attention(
+        made = _aten._scaled_dot_product_cudnn_attention.default(
             *_t(q, k, v), bias, True, 0.0, causal, False
         )
         return made[0].transpose(1, 2), (made[1], made[6], made[7])
@@ -155,7 +155,7 @@ class Cudnn:
         causal: bool,
     ) -> Gradients:
         """See `Core`."""
-        made = _aten._scaled_dot_product_cudnn_attention_backward(
+        made = _aten._scaled_dot_product_cudnn_attention_backward.default(
             *_t(grad, q, k, v, out),
             *kept,
             bias,
@@ -179,7 +179,7 @@ class OnCpu:
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
     ) -> tuple[Tensor, Kept]:
         """See `Core`."""
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(
             *_t(q, k, v), 0.0, causal, attn_mask=_expanded(bias, q, k)
         )
         return out.transpose(1, 2), (lse,)
@@ -196,7 +196,7 @@ class OnCpu:
         causal: bool,
     ) -> Gradients:
         """See `Core`."""
-        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             *_t(grad, q, k, v, out), *kept, 0.0, causal, attn_mask=_expanded(bias, q, k)
         )
         dq, dk, dv = _t(*made)

@@ -100,7 +100,7 @@ def by_torchs_node(
     keeps = torch.is_grad_enabled() and q.requires_grad
     if keeps and bias is not None and torchs_core(q, k, v, bias, causal, dropout) is EFFICIENT:
         bias = bias.expand(*heads[0].shape[:3], k.shape[1])
-        out = torch.ops.aten._scaled_dot_product_efficient_attention(
+        out = torch.ops.aten._scaled_dot_product_efficient_attention.default(
             *heads, bias, True, dropout, causal
         )[0]
     else:
