@@ -265,6 +265,21 @@ def test_weights_may_be_used_or_left_alone(fused: None) -> None:
     torch.testing.assert_close(both, alone, rtol=1e-4, atol=1e-5)
 
 
+def test_whichever_leaf_asks_for_a_gradient_gets_it(fused: None) -> None:
+    torchs, ours = pair(E, H, batch_first=True)
+    leaves = [(L, "query"), (S, "key"), (S, "value")]
+    for wanted in range(3):
+        inputs = [torch.randn(B, length, E) for length, _ in leaves]
+        gradients = []
+        for module in (torchs, ours):
+            module.requires_grad_(False)
+            given = [x.clone().requires_grad_(i == wanted) for i, x in enumerate(inputs)]
+            y, weights = module(*given)
+            loss = y.square().sum() + (weights.square().sum() if weights.requires_grad else 0)
+            gradients.append(torch.autograd.grad(loss, given[wanted])[0])
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+
+
 def test_autocast_gives_torchs_types_and_values(fused: None) -> None:
     torchs, ours = pair(E, H, batch_first=True)
     x = _leaf(L, True)

@@ -145,8 +145,8 @@ def _batched(
         products, layout, masking, need_weights=options.need_weights, dropout=dropout
     )
     y = F.linear(rows, module.out_proj.weight, module.out_proj.bias)
-    if weights is not None and torch.is_autocast_enabled(q.device.type):
-        weights = weights.float()  # as softmax is under autocast
+    if weights is not None and q.is_cuda and torch.is_autocast_enabled("cuda"):
+        weights = weights.float()  # as softmax is under autocast there
     return y.transpose(0, 1) if swapped else y, weights
 
 
