@@ -10,13 +10,18 @@ import pytest
 import torch
 
 from hfai.kernels import jit
-from hfai.kernels.attention import launch, programs
+from hfai.kernels.attention import launch, precision, programs
 from hfai.kernels.attention.masking import Masking
 from tests.kernels.attention import emulated
 from tests.kernels.attention.cases import BF16, FP16, FP32, TOLERANCES, Call, call, error, padding
 from tests.kernels.compiled import DEVICES
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++ for the emulation")
+
+
+def use_tf32(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    """Set what torch's switch says, without turning it: its setting is the process's."""
+    monkeypatch.setattr(precision, "allows_tf32", lambda: allowed)
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +39,13 @@ def _emulation(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(programs, kept, {})
     monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_90"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    use_tf32(monkeypatch, True)
 
 
-def check(case: Call, *, weights: bool = True) -> None:
+def check(case: Call, *, weights: bool = True, tolerance: float | None = None) -> None:
     q, k, v, masking = case.q, case.k, case.v, case.masking
     out, expected_weights, gradients = case.expected()
-    tolerance = TOLERANCES[q.dtype]
+    tolerance = TOLERANCES[q.dtype] if tolerance is None else tolerance
     made, lse = launch.attention_forward(q, k, v, masking, _poisoned(q))
     assert error(made, out) < tolerance
     targets = (_poisoned(q), _poisoned(k), _poisoned(v))
@@ -60,6 +66,11 @@ def _poisoned(like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_type_from_a_packed_product(dtype: torch.dtype) -> None:
     check(call(dtype, 1, 40, 40, 2, 24, packed=True), weights=False)
+
+
+def test_fp32_without_tf32_keeps_its_own_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tf32(monkeypatch, False)
+    check(call(FP32, 1, 40, 70, 1, 24), tolerance=1e-6)
 
 
 def test_keys_in_several_parts_with_all_masks_at_once() -> None:

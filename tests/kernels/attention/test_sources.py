@@ -14,8 +14,10 @@ from tests.kernels.compiled import DEVICES, resources
 pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC, which are for Linux")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NO_MASKS = programs.mask_constants(False, MaskKind.NONE, MaskKind.NONE, False)
-ALL_MASKS = programs.mask_constants(True, MaskKind.ADDED, MaskKind.BOOLEAN, True)
+NO_MASKS = {"SPLIT": False}
+NO_MASKS |= programs.mask_constants(False, MaskKind.NONE, MaskKind.NONE, False)
+ALL_MASKS = {"SPLIT": False}
+ALL_MASKS |= programs.mask_constants(True, MaskKind.ADDED, MaskKind.BOOLEAN, True)
 # Where registers are full the compilers move a few to the first-level cache and back: bytes. What
 # was seen at most, over every shape of docs/kernels/attention.md, was 40 for 64 columns in bf16.
 MOST_SPILLED = 128

@@ -12,19 +12,13 @@ from hfai.kernels import jit
 from hfai.kernels.attention import plan
 from hfai.kernels.attention.launch import why_not_rows
 from hfai.kernels.attention.masking import Masking
+from hfai.kernels.attention.precision import allows_tf32 as allows_tf32
+from hfai.kernels.attention.precision import is_split
 from hfai.kernels.coverage import PLAIN_TYPES, why_not_plain, why_watched
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _NO_MASKING = Masking()
-_fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-
-
-def allows_tf32() -> bool:
-    """Return whether torch's switch lets fp32 matrix products run in TF32."""
-    if _fp32_precision is not None:  # torch 2.9 and later; the old switch then may raise
-        return bool(_fp32_precision("cuda", "matmul") == "tf32")
-    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def supports(
@@ -138,8 +132,8 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             return f"q is on {q.device} and k or v on {tensor.device}"
     if q.dtype not in DTYPES:
         return f"{q.dtype} is not among fp32, fp16 and bf16"
-    if q.dtype is torch.float32 and not allows_tf32():
-        return "fp32 products are to be exact (torch.backends.cuda.matmul does not allow TF32)"
+    if is_split(q.dtype):
+        return "fp32 without TF32: our three-part products have not been measured on a GPU yet"
     return None
 
 

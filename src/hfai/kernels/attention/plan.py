@@ -123,7 +123,10 @@ class BackwardPlan:
         width = _round_up(self.head, 16)
         kept = self.key_block // (4 if self.itemsize == 2 else 2)
         rows = self.row_tiles * (self.key_block // 2 + kept + width // 2 + 12)
-        return max(rows, self.row_tiles * width // 2 + self.key_tile * self.column_tile // 32) + 44
+        gradients = self.row_tiles * width // 2 + self.key_tile * self.column_tile // 32
+        if self.row_tiles == 1:
+            return max(rows + 36, gradients + 32)
+        return max(rows, gradients) + 44
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
@@ -195,7 +198,7 @@ def choose_forward(
     head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
 ) -> ForwardPlan | None:
     """Return forward's plan, or None where none fits the device."""
-    for row_tiles, warps, most_keys in _forward_shapes(head, rows, keys):
+    for row_tiles, warps, most_keys in _forward_shapes(head, dtype.itemsize, rows, keys):
         chunks = -(-keys // most_keys)
         chunk = _round_up(-(-keys // chunks), 16)
         plan = ForwardPlan(head, dtype.itemsize, warps, row_tiles, chunk, chunks, 1, 1)
@@ -205,13 +208,15 @@ def choose_forward(
     return None
 
 
-def _forward_shapes(head: int, rows: int, keys: int) -> Iterator[tuple[int, int, int]]:
+def _forward_shapes(
+    head: int, itemsize: int, rows: int, keys: int
+) -> Iterator[tuple[int, int, int]]:
     """Yield row tiles, warps and the most keys of a chunk, the best first."""
     tiles = -(-rows // 16)
     if keys > 128 or rows > 128:
-        if head <= 64:
+        if itemsize == 4 and head <= 64:
             yield 2, min(8, -(-tiles // 2)), 64
-        yield 1, min(8, tiles), 64
+        yield 1, -(-tiles // -(-tiles // 8)), 64  # equal shares of at most eight tiles
     yield 1, min(4, tiles), 128
     yield 1, min(4, tiles), 64
     yield 1, min(4, tiles), 32
@@ -224,7 +229,7 @@ def choose_backward(
     """Return backward's plan, or None where none fits the device."""
     tiles = -(-rows // 16)
     # Two tiles a warp load operands half as often, where there are registers for it.
-    few = rows <= (64 if dtype.itemsize == 2 and head <= 64 else 128) or head > 64
+    few = rows <= (64 if dtype.itemsize == 2 and head <= 64 else 128)
     for row_tiles in (1, 2) if few else (2, 1):
         warps = -(-tiles // row_tiles)
         for most_keys in (64, 48, 32, 16):

@@ -13,6 +13,7 @@ from hfai.kernels import jit
 from hfai.kernels.attention import plan
 from hfai.kernels.attention.masking import Masking
 from hfai.kernels.attention.plan import BackwardPlan, ForwardPlan, WeightsPlan
+from hfai.kernels.attention.precision import is_split
 
 COMMON = ["tensor_cores.cuh", "attention/tiles.cuh", "attention/scores.cuh"]
 FORWARD = [*COMMON, "attention/forward.cu"]
@@ -77,6 +78,7 @@ def _key(q: Tensor, k: Tensor, masking: Masking) -> _Key:
         masking.causal,
         None if masking.attn_mask is None else masking.attn_mask.dtype,
         None if masking.key_padding_mask is None else masking.key_padding_mask.dtype,
+        is_split(q.dtype),
     )
 
 
@@ -93,7 +95,7 @@ def forward(q: Tensor, k: Tensor, masking: Masking) -> Program[ForwardPlan]:
         chosen = _fitting(chosen, q, k)
         keys = chosen.chunk * chosen.chunks
         program = _forward[key] = load_forward(
-            chosen, q.dtype, q.get_device(), _constants(masking, keys != k.shape[1])
+            chosen, q.dtype, q.get_device(), _constants(q, masking, keys != k.shape[1])
         )
     return program
 
@@ -106,7 +108,7 @@ def backward(q: Tensor, k: Tensor, masking: Masking) -> Program[BackwardPlan]:
         chosen = _fitting(plan.choose_backward(*_shape(q, k)), q, k)
         keys = chosen.key_block * chosen.key_blocks
         program = _backward[key] = load_backward(
-            chosen, q.dtype, q.get_device(), _constants(masking, keys != k.shape[1])
+            chosen, q.dtype, q.get_device(), _constants(q, masking, keys != k.shape[1])
         )
     return program
 
@@ -117,7 +119,7 @@ def weights(q: Tensor, k: Tensor, masking: Masking, averaged: bool) -> Program[W
     program = _weights.get(key)
     if program is None:
         chosen = _fitting(plan.choose_weights(*_shape(q, k)), q, k)
-        constants = _constants(masking, False)  # weights beyond the last key are not stored
+        constants = _constants(q, masking, False)  # weights beyond the last key are not stored
         constants |= {"AVERAGED": averaged, "ALIGNED": k.shape[1] % 8 == 0}
         program = _weights[key] = load_weights(chosen, q.dtype, q.get_device(), constants)
     return program
@@ -126,21 +128,21 @@ def weights(q: Tensor, k: Tensor, masking: Masking, averaged: bool) -> Program[W
 def load_forward(
     plan: ForwardPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
 ) -> Program[ForwardPlan]:
-    """Compile and load forward.cu for a plan and the masks' constants."""
+    """Compile and load forward.cu for a plan; `constants` are SPLIT and the masks'."""
     return Program(plan, _load(FORWARD, "hfai_attention_forward", plan, dtype, device, constants))
 
 
 def load_backward(
     plan: BackwardPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
 ) -> Program[BackwardPlan]:
-    """Compile and load backward.cu for a plan and the masks' constants."""
+    """Compile and load backward.cu for a plan; `constants` are SPLIT and the masks'."""
     return Program(plan, _load(BACKWARD, "hfai_attention_backward", plan, dtype, device, constants))
 
 
 def load_weights(
     plan: WeightsPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
 ) -> Program[WeightsPlan]:
-    """Compile and load weights.cu for a plan and the masks' constants."""
+    """Compile and load weights.cu for a plan; `constants` as for forward, AVERAGED and ALIGNED."""
     return Program(plan, _load(WEIGHTS, "hfai_attention_weights", plan, dtype, device, constants))
 
 
@@ -156,10 +158,11 @@ def _load(
     return jit.load(text, name, device, block=plan.threads, shared_bytes=plan.shared_bytes)
 
 
-def _constants(masking: Masking, ragged: bool) -> dict[str, int | bool]:
-    return mask_constants(
+def _constants(q: Tensor, masking: Masking, ragged: bool) -> dict[str, int | bool]:
+    masks = mask_constants(
         masking.causal, kind_of(masking.attn_mask), kind_of(masking.key_padding_mask), ragged
     )
+    return masks | {"SPLIT": is_split(q.dtype)}
 
 
 def _shape(q: Tensor, k: Tensor) -> tuple[int, torch.dtype, int, int, jit.DeviceLimits]:

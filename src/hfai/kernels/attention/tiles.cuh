@@ -8,6 +8,10 @@
 // says q and q + 4. The order of the summed dimension is free; this one is that of a product's
 // result, so that a result becomes the next product's left operand without leaving its lanes, and
 // it meets no bank twice.
+//
+// fp32 is multiplied in TF32, rounded once on its arrival; or, where SPLIT, in three parts: each
+// operand is what TF32 keeps and what it rounds off, and all but the product of the two rests is
+// added up, which leaves errors of the size of fp32's own.
 
 constexpr bool HALF = sizeof(T) == 2;
 constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));  // elements in 16 bytes
@@ -15,6 +19,7 @@ constexpr int STEP = 2 * VECTOR;                          // elements summed by 
 constexpr int WIDTH = ceil_div(HEAD, 16) * 16;
 constexpr int PITCH = WIDTH + VECTOR;
 static_assert(HEAD % 8 == 0, "rows are whole vectors");
+static_assert(!(HALF && SPLIT), "half precision multiplies exactly");
 
 // Starts copying `count` rows of a head and fills up with zeros to ROWS; `thread` of THREADS.
 template <int ROWS, int THREADS>
@@ -30,10 +35,10 @@ __device__ __forceinline__ void copy_rows(T* target, const T* source, i64 stride
                         copy ? source + row * stride + piece * VECTOR : source, copy);
   }
 }
-// Rounds what the same thread copied, after its arrival; nothing to do in half precision.
+// Rounds to TF32 what the same thread copied, after its arrival.
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void round_rows(T* target, int thread) {
-  if constexpr (!HALF) {
+  if constexpr (!HALF && !SPLIT) {
     constexpr int PIECES = WIDTH / VECTOR;
 #pragma unroll
     for (int i = 0; i < ceil_div(ROWS * PIECES, THREADS); ++i) {
@@ -47,11 +52,26 @@ __device__ __forceinline__ void round_rows(T* target, int thread) {
   }
 }
 
+__device__ __forceinline__ u32 rest_of(u32 word, u32 rounded) {
+  return round_to_tf32(__uint_as_float(word) - __uint_as_float(rounded));
+}
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (HALF)
+  if constexpr (HALF) {
     multiply_half<T>(sum, a, b0, b1);
-  else
+  } else if constexpr (SPLIT) {
+    u32 high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      high[i] = round_to_tf32(__uint_as_float(a[i]));
+      low[i] = rest_of(a[i], high[i]);
+    }
+    const u32 high0 = round_to_tf32(__uint_as_float(b0)), high1 = round_to_tf32(__uint_as_float(b1));
+    multiply_tf32(sum, low, high0, high1);  // small numbers first
+    multiply_tf32(sum, high, rest_of(b0, high0), rest_of(b1, high1));
+    multiply_tf32(sum, high, high0, high1);
+  } else {
     multiply_tf32(sum, a, b0, b1);
+  }
 }
 
 // Left operand [16][STEP] at `tile`, whose rows are the result's rows.
@@ -134,8 +154,8 @@ __device__ __forceinline__ float half_of<float>(u32, int) {
   return 0.0f;
 }
 
-// A result as it goes to shared memory: rounded to T (or TF32), two elements that lie side by side in
-// one word in half precision.
+// A result as the next product takes it: rounded to T (fp32: to TF32 unless SPLIT), two elements that
+// lie side by side in one word in half precision.
 constexpr int KEPT = HALF ? 2 : 4;  // words of a tile
 template <int TILES>
 struct Kept {
@@ -149,7 +169,7 @@ struct Kept {
         if constexpr (HALF)
           word[t][i] = pack_pair<T>(result[t][2 * i], result[t][2 * i + 1]);
         else
-          word[t][i] = round_to_tf32(result[t][i]);
+          word[t][i] = SPLIT ? __float_as_uint(result[t][i]) : round_to_tf32(result[t][i]);
   }
   __device__ __forceinline__ float element(int tile, int i) const {
     return HALF ? half_of<T>(word[tile][i / 2], i % 2) : __uint_as_float(word[tile][i % KEPT]);
