@@ -303,7 +303,6 @@ UNSUPPORTED_BY_LAYERS: frozenset[Feature] = frozenset(
         "double backward",
         "forward mode",
         "export",
-        "script",
         "no layers inside",
         "parameters of its own",
         "reset_parameters",

@@ -306,6 +306,8 @@ REFUSED: list[tuple[str, Callable[[nn.Module, Tensor], Any]]] = [
     ("padding of another size", lambda m, x: m(x, x, x, torch.ones(B + 1, L) > 2)),
     ("another type", lambda m, x: m(x.double(), x.double(), x.double())),
     ("no tensors", lambda m, x: m(1, 2, 3)),
+    ("a list as a mask", lambda m, x: m(x, x, x, [[False] * L] * B)),
+    ("a list as a mask in evaluation", lambda m, x: m.eval()(x, x, x, attn_mask=[[False] * L])),
 ]
 
 
@@ -319,6 +321,13 @@ def test_what_torch_refuses_is_refused_in_torchs_words(
             wrong(module, torch.randn(L, B, E))
         found.append((type(caught.value), str(caught.value)))
     assert found[1] == found[0]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+def test_scripting_compiles_torchs_own_code() -> None:
+    torchs, ours = pair()
+    x = torch.randn(L, B, E)
+    assert_same_bits(list(torch.jit.script(ours)(x, x, x)), list(torchs(x, x, x)))
 
 
 def test_masks_of_two_kinds_warn_as_torch_does(fused: None) -> None:

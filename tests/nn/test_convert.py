@@ -66,7 +66,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(
     trained = []
     for swap_after in (None, 2):
         layer = torchs.build(device)
-        # With this epsilon gradients that are rounding and nothing else (of keys' biases) move little.
+        # With this epsilon a gradient that is rounding alone (of keys' biases) moves little.
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.01, eps=0.01)
         for step in range(4):
             if step == swap_after:

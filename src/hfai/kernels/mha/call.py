@@ -128,16 +128,15 @@ def _batched(
         # torch takes the hint at its word where it can do without the mask, else the mask.
         causal = key_padding_mask is None and not options.need_weights
         attn_mask = None if causal else attn_mask
+    masked = key_padding_mask is not None or attn_mask is not None
+    if masked and masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
+        return None
     inference = not module.training and _is_torchs_inference(
         module, q, k, v, key_padding_mask, attn_mask, module.batch_first and not as_one
     )
     if inference and q.numel() * q.shape[-1] < dispatch.LEAST_WORK_IN_INFERENCE:
         return None
-    nan_rows = False
-    if key_padding_mask is not None or attn_mask is not None:
-        if masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
-            return None
-        nan_rows = options.need_weights or inference
+    nan_rows = masked and (options.need_weights or inference)
     layout = Layout(module.num_heads, batch_first)
     products = project(module, q, k, v)
     masking = Masking(causal, attn_mask, key_padding_mask, None, nan_rows)
