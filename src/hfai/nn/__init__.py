@@ -9,6 +9,7 @@ alone. What the fast path does not cover runs torch's own code.
 """
 
 from hfai.nn.attention import MultiheadAttention
+from hfai.nn.cells import GRUCell, LSTMCell, RNNCell
 from hfai.nn.convert import to_hfai, to_torch
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.rnn import GRU, LSTM, RNN
@@ -22,9 +23,12 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "GRUCell",
+    "LSTMCell",
     "LayerNorm",
     "MultiheadAttention",
     "RMSNorm",
+    "RNNCell",
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",

@@ -44,7 +44,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if torch.compiler.is_compiling():
             outputs = traced.attend(self, query, key, value, options)
         elif isinstance(query, torch.fx.Proxy):
-            return as_leaf(self, query, (query, key, value), options._asdict())
+            return as_leaf(self, query, key, value, **options._asdict())
         else:
             outputs = call.attend(self, query, key, value, options)
         if outputs is not None:

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from hfai.nn.attention import MultiheadAttention
+from hfai.nn.cells import GRUCell, LSTMCell, RNNCell
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.path import Path
 from hfai.nn.rnn import GRU, LSTM, RNN
@@ -31,6 +32,9 @@ OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.TransformerEncoderLayer: TransformerEncoderLayer,
     nn.TransformerDecoderLayer: TransformerDecoderLayer,
     nn.TransformerEncoder: TransformerEncoder,
+    nn.LSTMCell: LSTMCell,
+    nn.GRUCell: GRUCell,
+    nn.RNNCell: RNNCell,
 }
 
 # Layers that compute with their parts' parameters and never call those parts.

@@ -100,9 +100,7 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
     packed = type(input) is PackedSequence
     data = input.data if packed else input
     if type(data) not in PLAIN_TYPES or not call.is_on_gpu(data):
-        if isinstance(input, torch.fx.Proxy):
-            return as_leaf(module, input, (input,) if hx is None else (input, hx))
-        return None
+        return as_leaf(module, input, hx) if isinstance(input, torch.fx.Proxy) else None
     if why_watched() is not None or module.proj_size:
         return None
     if data.dim() not in ((2,) if packed else (2, 3)) or data.numel() == 0:

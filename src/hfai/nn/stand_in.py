@@ -6,10 +6,8 @@ one node each, by the module they live in. A class of ours is neither, so its la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -22,13 +20,16 @@ def as_torch(module: nn.Module, torch_class: type[ModuleT]) -> ModuleT:
     return plain
 
 
-def as_leaf(
-    module: nn.Module,
-    proxy: torch.fx.Proxy,
-    arguments: tuple[Any, ...],
-    keywords: Mapping[str, Any] | None = None,
-) -> Any:
-    """Record the layer as one node of torch.fx's graph, as it does with torch's own layers."""
-    tracer = proxy.tracer
-    path = tracer.path_of_module(module)  # type: ignore[attr-defined]
-    return tracer.create_proxy("call_module", path, arguments, dict(keywords or {}))
+def as_leaf(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    """Record the layer as one node of torch.fx's graph, as it does with torch's own layers.
+
+    Args:
+        module: the layer.
+        *arguments: of the call, a proxy first; a None at their end is left out.
+        **keywords: of the call.
+    """
+    if arguments[-1] is None:
+        arguments = arguments[:-1]
+    tracer = arguments[0].tracer
+    path = tracer.path_of_module(module)
+    return tracer.create_proxy("call_module", path, arguments, keywords)

@@ -56,7 +56,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
                 "src_key_padding_mask": src_key_padding_mask,
                 "is_causal": is_causal,
             }
-            y = as_leaf(self, src, (src,), options)
+            y = as_leaf(self, src, **options)
         elif not _calls_parts(self, src, src_mask, src_key_padding_mask):
             y = nn.TransformerEncoderLayer.forward(
                 self, src, src_mask, src_key_padding_mask, is_causal
@@ -112,7 +112,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         }
         y: Tensor
         if isinstance(tgt, torch.fx.Proxy):
-            y = as_leaf(self, tgt, (tgt, memory), options)
+            y = as_leaf(self, tgt, memory, **options)
         else:
             y = nn.TransformerDecoderLayer.forward(self, tgt, memory, **options)
         return y
@@ -152,7 +152,7 @@ class TransformerEncoder(nn.TransformerEncoder):
                 "src_key_padding_mask": src_key_padding_mask,
                 "is_causal": is_causal,
             }
-            y = as_leaf(self, src, (src,), options)
+            y = as_leaf(self, src, **options)
             return y
         if self.packed:
             y = packed.encode(self, src, mask, src_key_padding_mask, is_causal)
