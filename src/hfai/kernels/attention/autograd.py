@@ -198,6 +198,10 @@ def watched_backward(
         if dweights is not None:
             returned = of_heads.mean(1) if weights == "averaged" else of_heads
             pairs.append((returned, dweights))
+        # The weights hang on q and k alone, of which none may ask for a gradient.
+        pairs = [(output, gradient) for output, gradient in pairs if output.requires_grad]
+        if not pairs:
+            return (None,) * len(needed)
         found = iter(
             torch.autograd.grad(
                 [output for output, _ in pairs],
