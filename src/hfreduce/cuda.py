@@ -7,6 +7,9 @@ GPU, not on the host. See native/cuda_path.hpp.
 
 A rank that fails leaves the others' tensors of that call undefined: their streams are let go, and
 their next call raises, as does `wait` of a handle whose call has failed by then.
+
+A call keeps its tensor until the host has seen the last copy end, so torch's allocator need not be
+told of the two streams (`record_stream`), where later calls' waits would hold up what it frees.
 """
 
 from __future__ import annotations
@@ -116,9 +119,10 @@ class CudaReducer:
         self._out = stream(path.out, device=device)
         self._back = stream(path.back, device=device)
         self._worker = Worker(f"hfreduce-{rank}-{device}")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close what it interrupts
         self._next = 1  # the ranks' meeting was chunk 0
         self._failure: BaseException | None = None
+        self._abandoned: list[Tensor] = []  # which streams that were let go may still touch
 
     @property
     def flags(self) -> bool:
@@ -137,10 +141,10 @@ class CudaReducer:
             raise ValueError("a tensor on a GPU must be contiguous to be reduced in place")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("hfreduce cannot be captured in a CUDA graph: the host has a part")
-        if self._failure is not None:
-            raise self._failure
         pointer, count = tensor.data_ptr(), tensor.numel()
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             first = self._next
             self._next = (first + self._path.chunks(count, dtype)) % _WRAP
             event: Any = torch.cuda.Event
@@ -148,14 +152,12 @@ class CudaReducer:
             ready.record(torch.cuda.current_stream(self.device))
             self._out.wait_event(ready)
             # Served before it is enqueued: the GPU's queues may be shorter than the call.
-            future = self._worker.submit(lambda: self._serve(pointer, count, dtype, number, first))
+            future = self._worker.submit(lambda: self._serve(tensor, dtype, number, first))
             done = None
             if self._path.flags:
                 self._path.enqueue(pointer, count, dtype, number, first)
                 done = event()
                 done.record(self._back)
-        tensor.record_stream(self._out)
-        tensor.record_stream(self._back)
         return CudaHandle(future, done, self._back)
 
     def set_timeout(self, seconds: float) -> None:
@@ -167,15 +169,20 @@ class CudaReducer:
         """End the calls under way with an error, and unpin the memory."""
         self._group.stop()
         self._worker.close()
-        self._path.close()
+        with self._lock:  # nobody is enqueuing
+            closed = RuntimeError("all_reduce: this Reducer is closed: make a new one on all ranks")
+            self._failure = self._failure or closed
+            self._path.close()
         self._group.close()
+        self._abandoned.clear()
 
-    def _serve(self, pointer: int, count: int, dtype: int, op: int, first: int) -> None:
+    def _serve(self, tensor: Tensor, dtype: int, op: int, first: int) -> None:
         try:
-            ended = self._path.serve(pointer, count, dtype, op, first)
+            ended = self._path.serve(tensor.data_ptr(), tensor.numel(), dtype, op, first)
             outcome.check(ended, self._group, self._labels, self._rank, "all_reduce", self._timeout)
         except BaseException as error:
             self._failure = error
+            self._abandoned.append(tensor)
             raise
 
 

@@ -66,8 +66,8 @@ class CudaPath {
       words_ = static_cast<Words *>(words);
       driver_.check(driver_.mem_host_get_device_pointer(&words_on_device_, words, 0),
                     "cuMemHostGetDevicePointer");
-      driver_.check(driver_.stream_create(&out_, kStreamNonBlocking), "cuStreamCreate");
-      driver_.check(driver_.stream_create(&back_, kStreamNonBlocking), "cuStreamCreate");
+      out_ = Streams::take(context_);
+      back_ = Streams::take(context_);
       flags_ = flags && driver_.stream_write && driver_.stream_wait && flags_work();
       const int events = flags_ ? 0 : 2 * segment_.shape().slots;
       for (int i = 0; i < events; ++i) {
@@ -97,6 +97,7 @@ class CudaPath {
   // Enqueues a whole call on `out` and `back`. The caller has made `out` wait for the tensor, and
   // serve() for this call is running or will: the queues may be shorter than the call.
   void enqueue(const Call &call) {
+    if (!context_) throw std::runtime_error("the group is closed");
     if (!flags_) return;
     InContext current(context_);
     const int64_t chunks = chunks_of(call);
@@ -136,12 +137,13 @@ class CudaPath {
       return;
     }
     threads_.reset();
-    CUcontext context = context_;
-    {
-      InContext current(context);
+    // Nothing throws here: what a broken context still holds goes with the process.
+    CUcontext popped;
+    if (driver_.context_push(context_) == kCudaSuccess) {
       driver_.stream_synchronize(out_);
       driver_.stream_synchronize(back_);
       release();
+      driver_.context_pop(&popped);
     }
     context_ = nullptr;
     driver_.context_release(device_);
@@ -393,8 +395,8 @@ class CudaPath {
     for (CUevent event : events_)
       if (event) driver_.event_destroy(event);
     events_.clear();
-    if (out_) driver_.stream_destroy(out_);
-    if (back_) driver_.stream_destroy(back_);
+    Streams::give(context_, out_);
+    Streams::give(context_, back_);
     if (words_) driver_.mem_free_host(words_);
     if (registered_) driver_.mem_host_unregister(segment_.base());
     out_ = back_ = nullptr;

@@ -218,3 +218,29 @@ def trains(rank: int, world: int, store: str) -> None:
 
 def test_ddp_trains_as_torchs_does() -> None:
     run(trains, 2, timeout=120)
+
+
+def outlived(rank: int, world: int, store: str) -> None:
+    group, gpu = reducer(rank, world, store), device(rank)
+    tensor = torch.full((1_000_003,), float(rank), device=gpu)
+    path = group.gpu(gpu, chunk_bytes=CHUNK)
+    handle = path.all_reduce(tensor, "sum")
+    path.all_reduce(torch.ones(1_000_003, device=gpu), "sum")  # which nobody keeps
+    group.barrier()
+    group.close()
+    future = handle.torch_future(tensor)
+    future.wait()
+    assert (tensor == sum(range(world))).all()
+    del tensor, handle, future
+    torch.cuda.empty_cache()
+    again = torch.ones(1_000_003, device=gpu)
+    with pytest.raises(RuntimeError, match="closed"):
+        path.all_reduce(again, "sum")
+    second = reducer(rank, world, store, name="second")
+    second.all_reduce(again)
+    assert (again == world).all()
+    second.barrier()
+
+
+def test_tensors_handles_and_futures_outlive_their_group() -> None:
+    run(outlived, 2)
