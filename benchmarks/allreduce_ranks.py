@@ -74,9 +74,7 @@ class Rank:
 
     def bandwidth(self, dtype: str, nbytes: int, calls: int) -> float:
         """Return the seconds of one all-reduce of several in a row."""
-        tensor = torch.zeros(
-            nbytes // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=self.gpu
-        )
+        tensor = torch.zeros(nbytes // DTYPES[dtype].itemsize, dtype=DTYPES[dtype], device=self.gpu)
         self._meet()
         start = time.perf_counter()
         for _ in range(calls):

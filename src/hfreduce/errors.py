@@ -18,6 +18,7 @@ class Reason(enum.IntEnum):
     MISMATCH = 4
     INTERRUPTED = 5
     FORKED = 6
+    NETWORK = 7
 
 
 class PeerError(RuntimeError):

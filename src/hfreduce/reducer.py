@@ -16,7 +16,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -105,7 +104,7 @@ class Reducer:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         label = f"rank {rank} (global rank {dist.get_rank()})" if group is not None else None
         if timeout is None:
-            timeout = _timeout_of(dist.group.WORLD if group is None else group)
+            timeout = exchange.timeout_of(group) or DEFAULT_TIMEOUT
         seconds = arguments.seconds(timeout)
         meeting = exchange.through_group(group, seconds)
         self._connect(meeting, rank, world_size, seconds, threads, chunk_bytes, label)
@@ -323,6 +322,10 @@ class Reducer:
         for gpu in self._gpus.values():
             gpu.set_timeout(self.timeout)
 
+    def abandon(self) -> None:
+        """Break the group because this rank lost its way to other nodes: all calls fail."""
+        self._group.abandon()
+
     def close(self) -> None:
         """Leave the group: calls under way end with an error, and other ranks are told.
 
@@ -430,19 +433,6 @@ class Reducer:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank}: the group has {self.world_size}, from 0")
         return rank
-
-
-def _timeout_of(group: object) -> float | timedelta:
-    """Return the timeout of a process group, or the usual one where it does not say."""
-    own = getattr(group, "_timeout", None)  # hfreduce's
-    if isinstance(own, timedelta):
-        return own
-    for device in getattr(group, "_device_types", ()):
-        with suppress(AttributeError, RuntimeError):  # not all backends have options
-            found = group._get_backend(device).options._timeout  # type: ignore[attr-defined]
-            if isinstance(found, timedelta) and found > timedelta():
-                return min(found, timedelta(days=365))  # some groups' have no end
-    return DEFAULT_TIMEOUT
 
 
 def _end(group: Group, worker: Worker, process: int, gpus: dict[int, CudaReducer]) -> None:

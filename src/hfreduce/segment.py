@@ -90,19 +90,28 @@ def meet(exchange: Exchange, label: str) -> list[Member]:
     """
     mine = json.dumps(me(label).__dict__)
     members = [Member(**json.loads(text)) for text in exchange(mine, None)]
+    check_engines(members)
+    other = next((member for member in members if member.node != members[0].node), None)
+    if other is not None:
+        raise UnavailableError(
+            f"{members[0].label} and {other.label} are not on one machine (or not in one space of "
+            f"process numbers): use HierarchicalReducer, gloo or nccl"
+        )
+    return members
+
+
+def check_engines(members: list[Member]) -> None:
+    """Refuse a group of which a rank has no native engine.
+
+    Raises:
+        UnavailableError: One has none.
+    """
     for member in members:
         if member.missing:
             raise UnavailableError(
                 f"{member.label} has no native engine ({member.missing}): install hfai on Linux "
                 f"with a C++ compiler, or use gloo or nccl"
             )
-    other = next((member for member in members if member.node != members[0].node), None)
-    if other is not None:
-        raise UnavailableError(
-            f"{members[0].label} and {other.label} are not on one machine (or not in one space of "
-            f"process numbers): hfreduce works within one; use gloo or nccl"
-        )
-    return members
 
 
 def connect(

@@ -165,6 +165,7 @@ NB_MODULE(_engine, module) {
            "Pointers and counts are trusted: hfreduce.Reducer checks them.")
       .def("set_timeout", &Group::set_timeout, nb::arg("seconds"))
       .def("interrupt", &Group::interrupt, "Break the group: this rank was interrupted.")
+      .def("abandon", &Group::abandon, "Break the group: this rank lost its way to other nodes.")
       .def("stop", &Group::stop, "Make a call that waits return, and no other begin.")
       .def("close", &Group::close, nb::call_guard<nb::gil_scoped_release>(),
            "Tell the others that this rank takes part no more; no call may be running.")

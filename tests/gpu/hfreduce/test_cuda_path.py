@@ -226,6 +226,7 @@ def outlived(rank: int, world: int, store: str) -> None:
     path = group.gpu(gpu, chunk_bytes=CHUNK)
     handle = path.all_reduce(tensor, "sum")
     path.all_reduce(torch.ones(1_000_003, device=gpu), "sum")  # which nobody keeps
+    torch.cuda.synchronize()
     group.barrier()
     group.close()
     future = handle.torch_future(tensor)
