@@ -2,7 +2,7 @@
 
     python benchmarks/allreduce.py                                # the published table, 5 minutes
     python benchmarks/allreduce.py --ranks 2 --most 1 --rounds 3 --out -     # a quick look
-    python benchmarks/allreduce.py --device cuda                  # GPUs: allreduce_cuda.py, 4 minutes
+    python benchmarks/allreduce.py --device cuda                  # GPUs (allreduce_cuda.py), 4 min
 
 Every round times each way in turn, starting with another one each round, and a ratio is taken round
 by round: other work on the machine then weighs on all. A round is a number of calls back to back
@@ -169,7 +169,7 @@ def on_gpus(counts: tuple[int, ...], rounds: int, budget: float, out: Path | Non
     result: dict[str, Any] = {
         "operator": "allreduce",
         "machine": machine.describe(gpu) | {"gpus": count},
-        "versions": machine.versions(gpu) | {"nccl": ".".join(map(str, torch.cuda.nccl.version()))},
+        "versions": machine.versions(gpu) | {"nccl": _nccl_version()},
         "commit": machine.commit(),
         "date": machine.now(),
         "command": f"python benchmarks/allreduce.py --device cuda{options} --budget {budget:g}",
@@ -190,6 +190,11 @@ def on_gpus(counts: tuple[int, ...], rounds: int, budget: float, out: Path | Non
         allreduce_cuda.measure(
             result, lambda found: write(found, name, out), ranks, rounds, budget, alone
         )
+
+
+def _nccl_version() -> str:
+    version: Any = torch.cuda.nccl.version
+    return ".".join(map(str, version()))
 
 
 def on_cpu(

@@ -51,7 +51,7 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
 LONGEST = 45.0  # seconds for one question: a process that takes longer hangs
 
 
-class Lost(Exception):
+class LostError(Exception):
     """A way's process has died, failed or hung."""
 
 
@@ -84,7 +84,7 @@ class Crew:
         """Return what each rank answers.
 
         Raises:
-            Lost: One does not.
+            LostError: One does not.
         """
         self.start(question, *arguments)
         return self.finish(longest)
@@ -103,12 +103,12 @@ class Crew:
                 continue
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise Lost(f"{self.name}: rank {rank} took over {longest:.0f} s")
+                    raise LostError(f"{self.name}: rank {rank} took over {longest:.0f} s")
                 problem, answer = pipe.recv()
             except (EOFError, ConnectionError) as error:
-                raise Lost(f"{self.name}: rank {rank} died") from error
+                raise LostError(f"{self.name}: rank {rank} died") from error
             if problem:
-                raise Lost(f"{self.name}: rank {rank}: {problem}")
+                raise LostError(f"{self.name}: rank {rank}: {problem}")
             answers.append(answer)
         return answers
 
@@ -150,7 +150,7 @@ class Run:
         self._save(self.result)
         click.echo(_line(case))
 
-    def lose(self, name: str, error: Lost) -> None:
+    def lose(self, name: str, error: LostError) -> None:
         """Go on without a way."""
         click.echo(str(error), err=True)
         self.failed[name] = str(error)[:500]
@@ -164,7 +164,7 @@ class Run:
         for name in list(self.crews):
             try:
                 answers[name] = self.crews[name].ask(question, *arguments)
-            except Lost as error:
+            except LostError as error:
                 self.lose(name, error)
         return answers
 
@@ -177,7 +177,7 @@ class Run:
             for name in names[first:] + names[:first]:
                 try:
                     found[name].append(self.crews[name].ask(question, *arguments))
-                except Lost as error:
+                except LostError as error:
                     self.lose(name, error)
             if turn and not self.has(0):
                 break
@@ -264,7 +264,7 @@ def _one(run: Run, one: Crew) -> None:
                 {"case": f"step of {model}, one rank", "ms": turns}
                 | {"hook_to_ddp": _spread(ratios), "hook_to_module": _spread(bare)}
             )
-    except Lost as error:
+    except LostError as error:
         run.failed["one rank"] = str(error)
         click.echo(str(error), err=True)
     finally:
@@ -315,7 +315,7 @@ def _killed(run: Run, place: dict[str, Any]) -> None:
         crew.start("killed")
         seconds = crew.finish(only=0)[0]
         run.note(place | {"case": "a peer killed in the middle", "seconds_until_raised": seconds})
-    except Lost as error:
+    except LostError as error:
         run.failed["hfreduce, killed"] = str(error)
         click.echo(str(error), err=True)
     finally:
@@ -363,7 +363,7 @@ def _line(case: dict[str, Any]) -> str:
         head += f" {case['dtype']} {math.floor(size)} MiB" if size >= 1 else (
             f" {case['dtype']} {case['bytes'] // KIB} KiB"
         )  # fmt: skip
-    rest = case["rows"] if "rows" in case else [case]
+    rest = case.get("rows", [case])
     shown = []
     for row in rest:
         named = {key: value for key, value in row.items() if key not in ("ms_alone", "ms_beside")}

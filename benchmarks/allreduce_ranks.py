@@ -145,7 +145,7 @@ class Rank:
             self.reduce(tensor).wait()
             torch.cuda.synchronize()
         events: Any = profile.events()
-        on_gpu = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        on_gpu = [e.name for e in events if e.device_type == torch._C._autograd.DeviceType.CUDA]
         return sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)
 
     def build(self, name: str) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -81,8 +82,8 @@ class HierarchicalReducer:
         store: That all ranks reach, to find each other.
         rank: This rank, from 0.
         world_size: The number of ranks.
-        timeout: Seconds, or a timedelta, that a rank may be late for a step of a collective; between
-            nodes four fifths of it.
+        timeout: Seconds, or a timedelta, that a rank may be late for a step of a collective;
+            between nodes four fifths of it.
         name: Of the group, where several use one store.
         network: "gloo", "mpi" or "nccl".
         threads: As for `Reducer`.
@@ -259,7 +260,7 @@ class HierarchicalReducer:
 
     def _pieces(self, data: Tensor, op: str) -> None:
         each = self._piece_bytes // data.element_size()
-        pieces = [self._slices(piece) for piece in data.split(each)]
+        pieces = [self._slices(piece) for piece in torch.split(data, each)]
         if len(pieces) <= 1:
             for slices in pieces or [self._slices(data)]:
                 own = slices[self.local.rank]
@@ -281,7 +282,7 @@ class HierarchicalReducer:
             if 1 <= step <= len(pieces):
                 _wait(scattered[step - 1])
                 own = pieces[step - 1][self.local.rank]
-                carried.append(self._carrier.submit(lambda own=own: self._carry(own, op)))
+                carried.append(self._carrier.submit(partial(self._carry, own, op)))
             if step >= 2:
                 carried[step - 2].result()
                 slices = pieces[step - 2]

@@ -1,4 +1,4 @@
-"""All-reduces over several nodes: groups of processes here that are told to be on different ones."""
+"""All-reduces over several nodes: groups of processes that are told to be on different ones."""
 
 from __future__ import annotations
 
@@ -86,10 +86,8 @@ def sums(rank: int, world: int, store: str, nodes: list[int]) -> tuple[int, int]
 def test_sums_have_the_defined_bits_on_every_rank_of_every_node(
     nodes: list[int], layout: tuple[int, int]
 ) -> None:
-    if len(set(len([n for n in nodes if n == node]) for node in set(nodes))) > 1:
-        assert run(uneven, len(nodes), nodes) == [layout] * len(nodes)
-    else:
-        assert run(sums, len(nodes), nodes) == [layout] * len(nodes)
+    function = uneven if len({nodes.count(node) for node in nodes}) > 1 else sums
+    assert run(function, len(nodes), nodes) == [layout] * len(nodes)
 
 
 def uneven(rank: int, world: int, store: str, nodes: list[int]) -> tuple[int, int]:
@@ -182,7 +180,7 @@ def test_a_layout_has_as_many_columns_as_the_smallest_node_has_ranks() -> None:
 
 def refusals(rank: int, world: int, store: str) -> None:
     files = dist.FileStore(store, world)
-    with pytest.raises(ValueError, match="use one of gloo, mpi, nccl"):
+    with pytest.raises(ValueError, match="use one of gloo"):
         hfreduce.HierarchicalReducer(files, rank, world, network="carrier pigeons")
     with pytest.raises(ValueError, match="piece_bytes=3 is less"):
         hfreduce.HierarchicalReducer(files, rank, world, piece_bytes=3)
@@ -210,7 +208,7 @@ def tool(*arguments: str) -> None:
 
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
-    """Three namespaces joined by a bridge, each behind a link of RATE and DELAY."""
+    """Three namespaces joined by a bridge, each behind a link of RATE, and of DELAY where the kernel can."""
     tag = f"hfr{os.getpid() % 100_000}"
     names = [f"{tag}n{node}" for node in range(3)]
     bridge = f"{tag}b"
@@ -230,8 +228,10 @@ def namespaces() -> Iterator[list[str]]:
                 tool("ip", "-n", name, "addr", "add", f"10.213.7.{node + 1}/24", "dev", "eth0")
                 for device in ("lo", "eth0"):
                     tool("ip", "-n", name, "link", "set", device, "up")
-                limits = ("netem", "delay", DELAY, "rate", RATE)
+                limits = ("tbf", "rate", RATE, "burst", "128kb", "latency", "50ms")
                 tool("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *limits)
+                with suppress(subprocess.SubprocessError):  # a kernel may lack netem
+                    tool(*f"tc -n {bridge} qdisc add dev {port} root netem delay {DELAY}".split())
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", "") or str(error)
             pytest.skip(f"needs network namespaces and tc: {said.strip()}")
@@ -252,7 +252,7 @@ def enter(namespace: str) -> None:
 def apart(rank: int, world: int, store: str, names: list[str], kill: bool) -> tuple[float, str]:
     enter(names[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=10)
+    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=5)
     parts = [data(peer, 1_000_003, torch.float32) for peer in range(world)]
     tensor = parts[rank].clone()
     group.all_reduce(tensor)
@@ -290,5 +290,5 @@ def test_a_node_whose_link_is_cut_is_named_within_the_timeout(namespaces: list[s
     for end in ranks.join(10)[:4]:
         assert not end.error, end.text
         seconds, text = end.value
-        assert seconds < 10
+        assert seconds < 5.5
         assert "rank 4" in text or "rank 5" in text or "lost another node" in text

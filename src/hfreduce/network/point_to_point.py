@@ -1,10 +1,10 @@
 """All-reduce for engines that send and receive.
 
 A tensor is cut into as many slices as there are nodes. Each node gets everyone's part of its slice,
-adds them in the order of the nodes, in float32 and rounded once, and gives the sum to all: each sends
-and receives 2 (N - 1) / N of the tensor, as little as a ring does, in 2 rounds in place of its
-2 (N - 1), and narrow types are rounded once, where a ring or a tree rounds at each hop. Small tensors
-go whole to everyone: one round.
+adds them in the order of the nodes, in float32 and rounded once, and gives the sum to all: each
+sends and receives 2 (N - 1) / N of the tensor, as little as a ring does, in 2 rounds in place of
+its 2 (N - 1), and narrow types are rounded once, where a ring or a tree rounds at each hop. Small
+tensors go whole to everyone: one round.
 
 What a ring or a tree has over this is that a node talks to few others. That counts from dozens of
 nodes on, which we have had no way to measure.
