@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfreduce import topology
-from hfreduce.errors import UnavailableError
+from hfreduce.errors import SeveralNodesError, UnavailableError
 from hfreduce.exchange import Exchange, Watch
 
 try:
@@ -86,14 +86,15 @@ def meet(exchange: Exchange, label: str) -> list[Member]:
     """Return all ranks, by rank.
 
     Raises:
-        UnavailableError: They cannot share memory: all ranks raise it.
+        UnavailableError: They cannot share memory, SeveralNodesError where they are on several
+            nodes: all ranks raise it.
     """
     mine = json.dumps(me(label).__dict__)
     members = [Member(**json.loads(text)) for text in exchange(mine, None)]
     check_engines(members)
     other = next((member for member in members if member.node != members[0].node), None)
     if other is not None:
-        raise UnavailableError(
+        raise SeveralNodesError(
             f"{members[0].label} and {other.label} are not on one machine (or not in one space of "
             f"process numbers): use HierarchicalReducer, gloo or nccl"
         )

@@ -208,7 +208,7 @@ def tool(*arguments: str) -> None:
 
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
-    """Three namespaces joined by a bridge, each behind a link of RATE, and of DELAY where the kernel can."""
+    """Three namespaces on a bridge, behind links of RATE, and of DELAY where the kernel can."""
     tag = f"hfr{os.getpid() % 100_000}"
     names = [f"{tag}n{node}" for node in range(3)]
     bridge = f"{tag}b"
