@@ -32,12 +32,19 @@ from torch import multiprocessing
 from benchmarks import allreduce_ranks
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = [
-    *(16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
-    *(25 * MIB, 64 * MIB, 186 * MIB, 1024 * MIB),
-]
+LARGE = [25 * MIB, 186 * MIB, 1024 * MIB]
+SMALL = [16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 # Half the types take half the sizes: the bytes decide.
-FEWER = [64 * KIB, MIB, 25 * MIB, 186 * MIB, 1024 * MIB]
+FEWER = [64 * KIB, MIB, 16 * MIB]
+# hfreduce's settings: what it comes with, what is tried, and with which sizes.
+DEFAULTS = {"threads": 8, "chunk_bytes": 8 * MIB, "slots": 6}
+CHOICES = {
+    "threads": [4, 6, 12],
+    "chunk_bytes": [4 * MIB, 16 * MIB],
+    "slots": [4, 10],
+}
+TUNED = [25 * MIB, 186 * MIB]
+TUNE_SECONDS = 20.0
 CHUNKS = [MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB]
 MODELS = ["BERT-large", "VGG16"]
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
@@ -225,22 +232,61 @@ def measure(
 def several(run: Run, ranks: int, own: bool) -> None:
     """Measure several ranks, the most wanted first."""
     place = {"ranks": ranks, "own_gpu": own}
-    _bandwidths(run, "fp32", SIZES, place)
+    if "hfreduce" in run.crews:
+        run.result["settings"] = _tune(run, run.crews["hfreduce"])
+        run.note(place | {"case": "settings"} | run.result["settings"])
+    for dtype in ("fp32", "bf16"):
+        _bandwidths(run, dtype, LARGE, place)
     if run.has(8):
         beside = run.rounds_of("product")
         run.note(place | {"case": "8192³ bf16 product beside all-reduces of 1 GiB"} | _slow(beside))
+    if own:
+        for model in MODELS:
+            _steps(run, model, place)
     if run.has(4):
         run.note(place | {"case": "CPU cores used"} | _table(run.each("cores"), "cores a rank"))
     if run.has(4):
         launched = _table(run.each("kernels"), "kernels of an all-reduce of 64 MiB")
         run.note(place | {"case": "kernels launched"} | launched)
-    if own:
-        for model in MODELS:
-            _steps(run, model, place)
+    _bandwidths(run, "fp32", SMALL, place)
     _bandwidths(run, "bf16", FEWER, place)
-    _bandwidths(run, "fp16", FEWER, place)
+    _bandwidths(run, "fp16", FEWER + LARGE, place)
     if "hfreduce" in run.crews and run.has(6):
         _killed(run, place)
+
+
+def _tune(run: Run, crew: Crew) -> dict[str, Any]:
+    """Find the fastest threads, then chunks, then slots; return them and all that was tried."""
+    best, tried = dict(DEFAULTS), []
+    seconds: dict[str, float] = {}
+
+    def cost(settings: dict[str, int]) -> float:
+        if (name := str(settings)) not in seconds:
+            crew.ask("use", settings)
+            times = []
+            for size in TUNED:
+                crew.ask("check", "fp32", size)
+                turns = [max(crew.ask("bandwidth", "fp32", size, 4)) for _ in range(3)]
+                times.append(statistics.median(turns))
+            # The rates' harmonic mean: each size counts alike.
+            seconds[name] = sum(t / size for t, size in zip(times, TUNED, strict=True))
+            tried.append(settings | {"gib_per_s": [
+                _rate(size / t) for t, size in zip(times, TUNED, strict=True)
+            ]})  # fmt: skip
+        return seconds[name]
+
+    try:
+        until = time.monotonic() + TUNE_SECONDS
+        for key, values in CHOICES.items():
+            for value in values:
+                if time.monotonic() < until and cost(best | {key: value}) < cost(best):
+                    best = best | {key: value}
+        crew.ask("use", best)
+        stages = crew.ask("stages")
+    except LostError as error:
+        run.lose("hfreduce", error)
+        return {"tried": tried}
+    return {"used": best, "tried": tried, "share of time busy, by rank": stages}
 
 
 def _one(run: Run, one: Crew) -> None:

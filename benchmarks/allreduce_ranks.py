@@ -48,6 +48,7 @@ class Rank:
             self.reducer = hfreduce.Reducer(self.store, rank, ranks, timeout=60)
         elif backend == "nccl":
             self.group = dist.new_group(backend="nccl")
+        self.settings: dict[str, Any] = {}
         self._of_chunk: dict[int, hfreduce.Reducer] = {}
         self._model: Any = None
         self._train: Callable[[], None] = lambda: None
@@ -61,7 +62,28 @@ class Rank:
         """Start an all-reduce; what is returned can be waited for."""
         if self.reducer is None:
             return dist.all_reduce(tensor, group=self.group, async_op=True)
-        return self.reducer.gpu(self.gpu).all_reduce(tensor, "sum")
+        return self._path().all_reduce(tensor, "sum")
+
+    def use(self, settings: dict[str, int]) -> None:
+        """Lay out hfreduce's memory, and share its work, in another way from now on."""
+        if self.reducer is None:
+            return
+        self.settings, old = settings, self.reducer
+        self.reducer = hfreduce.Reducer(self.store, self.rank, self.ranks, timeout=60)
+        self._path()
+        old.close()
+
+    def stages(self) -> dict[str, float]:
+        """Return the share of the time in which each of hfreduce's stages has something to do."""
+        path, tensor = self._path(), torch.zeros(186 * MIB // 4, device=self.gpu)
+        before = path.busy
+        for _ in range(10):
+            path.all_reduce(tensor, "sum").wait()
+        torch.cuda.synchronize()
+        time.sleep(0.05)  # the host may be behind
+        whole, *parts = (b - a for a, b in zip(before, path.busy, strict=True))
+        names = ("copies out", "sums", "copies back")
+        return {name: round(part / whole, 2) for name, part in zip(names, parts, strict=True)}
 
     def check(self, dtype: str, nbytes: int) -> None:
         """Compare a sum; this also touches all memory for the first time."""
@@ -106,6 +128,7 @@ class Rank:
             return float(start.elapsed_time(end)) / count
 
         products(5)
+        self.reduce(tensor).wait()
         alone = products(10)
         self._meet()
         begun = time.perf_counter()
@@ -117,7 +140,7 @@ class Rank:
         one, longest = times.tolist()
         # Enough all-reduces that they outlast a few products.
         calls = max(1, round(12 * longest / one))
-        count = max(2, int(0.85 * calls * one / longest))
+        count = max(2, int(0.75 * calls * one / longest))
         again = products(count)
         self._meet()
         beside = products(count, calls)
@@ -154,6 +177,7 @@ class Rank:
         kwargs: dict[str, Any] = {"device_ids": [self.gpu.index]}
         if self.backend == "hfreduce":
             self._model = DistributedDataParallel(module, backend="hfreduce", **kwargs)
+            self._model._state.reducer.gpu(self.gpu, **self.settings)
         else:
             self._model = parallel.DistributedDataParallel(
                 module, process_group=self.group, **kwargs
@@ -193,7 +217,7 @@ class Rank:
         if not self._hooked:
             nccl = dist.new_group(backend="nccl")
             for kind in ("module", "DDP", "hook"):
-                module, run = model(name, self.gpu)
+                module, run = model(name, self.gpu, sequences=32)
                 wrapped: Any = module
                 if kind != "module":
                     wrapped = parallel.DistributedDataParallel(
@@ -233,6 +257,10 @@ class Rank:
             return round(raised - float(noted.read_text()), 4)
         raise RuntimeError("the death of a rank was not noticed in 20 s")
 
+    def _path(self) -> Any:
+        assert self.reducer is not None
+        return self.reducer.gpu(self.gpu, **self.settings)
+
     def _meet(self) -> None:
         torch.cuda.synchronize()
         if self.reducer is not None:
@@ -244,13 +272,15 @@ class Rank:
         return bool(work.done() if self.reducer is not None else work.is_completed())
 
 
-def model(name: str, gpu: torch.device) -> tuple[nn.Module, Callable[[Any], Tensor]]:
-    """Return a model and what computes its loss: BERT-large of 8 x 512, VGG16 of 64 x 224²."""
+def model(
+    name: str, gpu: torch.device, sequences: int = 16
+) -> tuple[nn.Module, Callable[[Any], Tensor]]:
+    """Return a model and what computes its loss: BERT-large of 512 tokens, VGG16 of 64 x 224²."""
     torch.manual_seed(0)
     with gpu:
         if name == "BERT-large":
-            ids = torch.randint(30522, (8, 512))
-            labels = torch.where(torch.rand(8, 512) < 0.15, ids, -100)
+            ids = torch.randint(30522, (sequences, 512))
+            labels = torch.where(torch.rand(sequences, 512) < 0.15, ids, -100)
             return bert_large_MLM(30522, 512, dropout=0.0), lambda net: net(ids, None, labels).loss
         images, classes = torch.randn(64, 3, 224, 224), torch.randint(1000, (64,))
         return vgg16(), lambda net: nn.functional.cross_entropy(net(images).float(), classes)

@@ -26,6 +26,8 @@ from torch import distributed as dist
 
 from hfreduce import arguments, dtypes, exchange, outcome, segment, topology
 from hfreduce.cuda import CHUNK_BYTES as GPU_CHUNK_BYTES
+from hfreduce.cuda import MOST_THREADS as MOST_GPU_THREADS
+from hfreduce.cuda import SLOTS as GPU_SLOTS
 from hfreduce.cuda import CudaHandle, CudaReducer
 from hfreduce.handle import Handle
 from hfreduce.tensors import Flat, flat, pointers
@@ -133,7 +135,7 @@ class Reducer:
         self.settings = settings
         self._group, self._process = group, os.getpid()
         self._worker = Worker(f"hfreduce-{rank}", group.interrupt)
-        self._members, self._threads = members, threads
+        self._members = members
         self._gpus: dict[int, CudaReducer] = {}
         self._end = weakref.finalize(self, _end, group, self._worker, self._process, self._gpus)
 
@@ -375,19 +377,32 @@ class Reducer:
         return None
 
     def gpu(
-        self, device: torch.device, *, chunk_bytes: int = GPU_CHUNK_BYTES, flags: bool = True
+        self,
+        device: torch.device,
+        *,
+        chunk_bytes: int = GPU_CHUNK_BYTES,
+        flags: bool = True,
+        slots: int = GPU_SLOTS,
+        threads: int | None = None,
     ) -> CudaReducer:
         """Return the group's part for a GPU of this rank; all ranks make it together, once.
 
         Args:
             device: With its index.
-            chunk_bytes: What is copied at a time; a multiple of 64.
+            chunk_bytes: What is copied at a time, at most; a multiple of 4096.
             flags: Let streams wait for words where the driver can, and not the host for events.
+            slots: Chunks of this rank that may be under way at a time, from 4 on.
+            threads: That add; None: up to 8, where there are two processors for each.
 
         Raises:
             UnavailableError: A rank could not pin the memory.
         """
         if device.index not in self._gpus:
+            if threads is None:
+                threads = segment.default_threads(
+                    topology.processors(), self.world_size, MOST_GPU_THREADS
+                )
+            arguments.check_layout(self.world_size, threads, chunk_bytes, slots)
             self._gpus[device.index] = CudaReducer(
                 exchange.through_collectives(self),
                 self.rank,
@@ -395,9 +410,10 @@ class Reducer:
                 self.labels,
                 device,
                 self.timeout,
-                self._threads,
+                threads,
                 chunk_bytes,
                 flags,
+                slots,
             )
         return self._gpus[device.index]
 

@@ -70,9 +70,9 @@ def is_available() -> bool:
     return not MISSING
 
 
-def default_threads(processors: int, local_ranks: int) -> int:
+def default_threads(processors: int, local_ranks: int, most: int = 4) -> int:
     """Return how many threads each rank works with where nothing else is said."""
-    return max(1, min(4, processors // local_ranks // 2))
+    return max(1, min(most, processors // local_ranks // 2))
 
 
 def me(label: str) -> Member:

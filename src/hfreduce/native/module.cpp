@@ -182,6 +182,10 @@ NB_MODULE(_engine, module) {
            nb::arg("flags"), nb::arg("threads"), nb::keep_alive<1, 2>(),
            "Pin the group's memory in a device's primary context; RuntimeError in CUDA's words.")
       .def_prop_ro("flags", &CudaPath::flags)
+      .def_prop_ro("busy", [](const CudaPath &p) {
+        const Busy busy = p.busy();
+        return std::make_tuple(busy.all, busy.out, busy.adding, busy.back);
+      }, "(seconds in calls; with copies out, sums and copies back under way)")
       .def_prop_ro("out", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.out()); })
       .def_prop_ro("back", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.back()); })
       .def(
