@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import hfreduce
+from benchmarks.harness import links
 from hfreduce.nodes import Layout
 from tests.hfreduce.ranks import Ranks, leftovers, run
 
@@ -199,58 +199,20 @@ def test_what_makes_no_sense_is_refused_in_words() -> None:
 
 # ---- real network namespaces, each behind its own link ----
 
-RATE, DELAY = "500mbit", "1ms"
-
-
-def tool(*arguments: str) -> None:
-    subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=20)
-
 
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
-    """Three namespaces on a bridge, behind links of RATE, and of DELAY where the kernel can."""
-    tag = f"hfr{os.getpid() % 100_000}"
-    names = [f"{tag}n{node}" for node in range(3)]
-    bridge = f"{tag}b"
-    try:
+    """Three namespaces, behind links of 500 Mbit/s and 1 ms."""
+    with ExitStack() as stack:
         try:
-            tool("ip", "netns", "add", bridge)
-            tool("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
-            tool("ip", "-n", bridge, "link", "set", "br0", "up")
-            for node, name in enumerate(names):
-                port = f"p{node}"
-                tool("ip", "netns", "add", name)
-                tool(
-                    *("ip", "-n", bridge, "link", "add", port, "type", "veth"),
-                    *("peer", "name", "eth0", "netns", name),
-                )
-                tool("ip", "-n", bridge, "link", "set", port, "master", "br0", "up")
-                tool("ip", "-n", name, "addr", "add", f"10.213.7.{node + 1}/24", "dev", "eth0")
-                for device in ("lo", "eth0"):
-                    tool("ip", "-n", name, "link", "set", device, "up")
-                limits = ("tbf", "rate", RATE, "burst", "128kb", "latency", "50ms")
-                tool("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *limits)
-                with suppress(subprocess.SubprocessError):  # a kernel may lack netem
-                    tool(*f"tc -n {bridge} qdisc add dev {port} root netem delay {DELAY}".split())
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", "") or str(error)
-            pytest.skip(f"needs network namespaces and tc: {said.strip()}")
+            names = stack.enter_context(links.linked(3, "500mbit", "1ms"))
+        except links.UnavailableError as error:
+            pytest.skip(str(error))
         yield names
-    finally:
-        for name in (*names, bridge):
-            with suppress(OSError, subprocess.SubprocessError):
-                tool("ip", "netns", "del", name)
-
-
-def enter(namespace: str) -> None:
-    """Move this thread, and those it starts, to a network namespace."""
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
 
 
 def apart(rank: int, world: int, store: str, names: list[str], kill: bool) -> tuple[float, str]:
-    enter(names[rank // 2])
+    links.enter(names[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=5)
     parts = [data(peer, 1_000_003, torch.float32) for peer in range(world)]
@@ -266,7 +228,7 @@ def apart(rank: int, world: int, store: str, names: list[str], kill: bool) -> tu
     if rank >= 4:
         # The whole node goes, and its link with it: nobody is told.
         if rank == 4:
-            tool("ip", "link", "set", "eth0", "down")
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         time.sleep(30)
     try:
         group.all_reduce(tensor)
