@@ -3,8 +3,8 @@
     python benchmarks/allreduce_nodes.py          # 2 and 4 machines of 2 ranks, 1 Gbit/s; 2 minutes
 
 The machines are network namespaces of this one, each behind a link whose rate `tc` bounds; it needs
-root. gloo's all-reduce runs over all ranks in one ring, as torch's DDP has it; "gloo a node" is gloo's
-own all-reduce in place of ours between the ranks of different machines, within hfreduce's pieces.
+root. gloo's all-reduce runs over all ranks in one ring, as torch's DDP has it; a third way has
+gloo's own all-reduce between the machines in place of ours.
 Rounds take each way in turn, and ratios are taken round by round.
 """
 
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 import hfreduce
 from benchmarks.harness import links, machine
 from hfreduce.network import Network
+from hfreduce.nodes import LANES
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]
@@ -43,12 +44,12 @@ class OwnAllReduce(Network):
 
     name = "gloo's own"
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, groups: list[Any]) -> None:
+        self._groups = groups
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, tensor: Tensor, op: str, lane: int = 0) -> None:
         """Reduce by gloo."""
-        dist.all_reduce(tensor, group=self._group)
+        dist.all_reduce(tensor, group=self._groups[lane])
 
     def close(self) -> None:
         """Leave the group to torch."""
@@ -64,7 +65,9 @@ def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: in
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=ranks)
     ours = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120)
     theirs = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120, name="own")
-    columns = [dist.new_group(list(range(c, ranks, RANKS))) for c in range(RANKS)]
+    columns = [
+        [dist.new_group(list(range(c, ranks, RANKS))) for _ in range(LANES)] for c in range(RANKS)
+    ]
     theirs._network = OwnAllReduce(columns[rank % RANKS])
     ways: dict[str, Way] = {
         "hfreduce": ours.all_reduce,

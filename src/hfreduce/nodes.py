@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 # Of a piece: large enough that a message's cost is small, small enough that many are under way.
 PIECE_BYTES = 4 << 20
+# Pieces on the network at once, so that the link is busy while one's halves change over.
+LANES = 2
 # The network gives up first, and says which node: within one, ranks would blame each other.
 NETWORK_SHARE = 0.8
 
@@ -163,9 +165,9 @@ class HierarchicalReducer:
                 raise ConnectionError(f"no network between the nodes: {text}")
         self.network = network
         self._worker = Worker(f"hfreduce-nodes-{rank}", self.local.abandon)
-        self._carrier = Worker(f"hfreduce-network-{rank}")
+        self._carriers = [Worker(f"hfreduce-network-{rank}-{lane}") for lane in range(LANES)]
         self._end = weakref.finalize(
-            self, _end, os.getpid(), self.local, self._network, self._worker, self._carrier
+            self, _end, os.getpid(), self.local, self._network, self._worker, *self._carriers
         )
 
     @classmethod
@@ -282,7 +284,8 @@ class HierarchicalReducer:
             if 1 <= step <= len(pieces):
                 _wait(scattered[step - 1])
                 own = pieces[step - 1][self.local.rank]
-                carried.append(self._carrier.submit(partial(self._carry, own, op)))
+                lane = (step - 1) % LANES
+                carried.append(self._carriers[lane].submit(partial(self._carry, own, op, lane)))
             if step >= 2:
                 carried[step - 2].result()
                 slices = pieces[step - 2]
@@ -297,9 +300,9 @@ class HierarchicalReducer:
         empty = [piece[:0]] * (self.local.world_size - self.layout.columns)
         return cut(piece, self.layout.columns) + empty
 
-    def _carry(self, own: Tensor, op: str) -> None:
+    def _carry(self, own: Tensor, op: str, lane: int = 0) -> None:
         if self._network is not None:
-            self._network.all_reduce(own, op)
+            self._network.all_reduce(own, op, lane)
 
     def _break(self, error: BaseException) -> None:
         """Have everyone's calls fail: this node's ranks, and the others' by their network."""
@@ -314,7 +317,7 @@ class HierarchicalReducer:
 
 
 def _end(
-    process: int, local: Reducer, network: Network | None, worker: Worker, carrier: Worker
+    process: int, local: Reducer, network: Network | None, worker: Worker, *carriers: Worker
 ) -> None:
     if os.getpid() != process:  # a forked child owns nothing here
         return
@@ -322,7 +325,8 @@ def _end(
     if network is not None:
         network.close()
     worker.close()
-    carrier.close()
+    for carrier in carriers:
+        carrier.close()
 
 
 def _wait(handle: Handle | None) -> None:

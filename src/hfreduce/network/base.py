@@ -39,12 +39,14 @@ class Network(ABC):
     name: str
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, tensor: Tensor, op: str, lane: int = 0) -> None:
         """Reduce over the nodes, in place, with the same bits on all.
 
         Args:
             tensor: Contiguous, of one dimension, on the CPU; the same size on all.
             op: "sum", "avg", "min" or "max".
+            lane: 0 or 1. Calls of different lanes may be under way at once, in threads of their
+                own; those of one lane are in the same order on all nodes.
 
         Raises:
             DeadPeerError: A node is gone.

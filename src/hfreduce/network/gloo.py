@@ -39,7 +39,10 @@ class GlooNetwork(PointToPoint):
             ) from error
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        lane: int,
     ) -> None:
         """See `PointToPoint`."""
         group = self._group
@@ -49,10 +52,10 @@ class GlooNetwork(PointToPoint):
         started = []
         for node, tensor in receives:
             if tensor.numel():
-                started.append((node, self._start(node, group.recv, [tensor], node, 0)))
+                started.append((node, self._start(node, group.recv, [tensor], node, lane)))
         for node, tensor in sends:
             if tensor.numel():
-                started.append((node, self._start(node, group.send, [tensor], node, 0)))
+                started.append((node, self._start(node, group.send, [tensor], node, lane)))
         for node, work in started:
             left = max(0.001, deadline - time.monotonic())
             self._start(node, work.wait, timedelta(seconds=left))

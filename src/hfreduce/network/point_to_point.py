@@ -32,61 +32,73 @@ class PointToPoint(Network):
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch: dict[int, Tensor] = {}  # by lane
 
     @abstractmethod
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        lane: int,
     ) -> None:
         """Send to nodes and receive from nodes, all at once, and wait for the end of all.
 
         Args:
             sends: A node and what it gets; contiguous and of one dimension.
             receives: A node and where that goes which it sends.
+            lane: What is sent in one is received in the same.
 
         Raises:
             DeadPeerError: A node is gone.
             LatePeerError: A node did not come within the timeout.
         """
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, tensor: Tensor, op: str, lane: int = 0) -> None:
         """See `Network`."""
         if self.place.size == 1 or not tensor.numel():
             return
         if tensor.nbytes * (self.place.size - 1) <= WHOLE_BYTES:
-            self._whole(tensor, op)
+            self._whole(tensor, op, lane)
         else:
-            self._by_slices(tensor, op)
+            self._by_slices(tensor, op, lane)
 
-    def _whole(self, tensor: Tensor, op: str) -> None:
+    def _whole(self, tensor: Tensor, op: str, lane: int) -> None:
         others = self._others()
-        parts = self._parts(tensor, tensor.numel())
-        self.exchange([(node, tensor) for node in others], [(node, parts[node]) for node in others])
+        parts = self._parts(tensor, tensor.numel(), lane)
+        self.exchange(
+            [(node, tensor) for node in others], [(node, parts[node]) for node in others], lane
+        )
         self._combine(parts, tensor, op)
 
-    def _by_slices(self, tensor: Tensor, op: str) -> None:
+    def _by_slices(self, tensor: Tensor, op: str, lane: int) -> None:
         slices = cut(tensor, self.place.size)
         mine = slices[self.place.rank]
         others = self._others()
-        parts = self._parts(mine, mine.numel())
+        parts = self._parts(mine, mine.numel(), lane)
         self.exchange(
-            [(node, slices[node]) for node in others], [(node, parts[node]) for node in others]
+            [(node, slices[node]) for node in others],
+            [(node, parts[node]) for node in others],
+            lane,
         )
         self._combine(parts, mine, op)
-        self.exchange([(node, mine) for node in others], [(node, slices[node]) for node in others])
+        self.exchange(
+            [(node, mine) for node in others], [(node, slices[node]) for node in others], lane
+        )
 
     def _others(self) -> list[int]:
         """Return the other nodes, the next one first: not all send to one at once."""
         rank, size = self.place.rank, self.place.size
         return [(rank + step) % size for step in range(1, size)]
 
-    def _parts(self, own: Tensor, count: int) -> list[Tensor]:
+    def _parts(self, own: Tensor, count: int, lane: int) -> list[Tensor]:
         """Return room for each node's part; this node's is where it lies."""
         nbytes = (count * own.element_size() + _LINE - 1) // _LINE * _LINE
-        if self._scratch.numel() < nbytes * self.place.size:
-            self._scratch = torch.empty(nbytes * self.place.size, dtype=torch.uint8)
+        scratch = self._scratch.get(lane)
+        if scratch is None or scratch.numel() < nbytes * self.place.size:
+            scratch = torch.empty(nbytes * self.place.size, dtype=torch.uint8)
+            self._scratch[lane] = scratch
         parts = [
-            self._scratch[node * nbytes :][: count * own.element_size()].view(own.dtype)
+            scratch[node * nbytes :][: count * own.element_size()].view(own.dtype)
             for node in range(self.place.size)
         ]
         parts[self.place.rank] = own
