@@ -161,6 +161,6 @@ def leftovers() -> list[str]:
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         with suppress(OSError):
-            if "hfreduce" in Path(f"/proc/{pid}/maps").read_text():
+            if "memfd:hfreduce" in Path(f"/proc/{pid}/maps").read_text():
                 found.append(f"mapped by process {pid}")
     return found

@@ -29,14 +29,15 @@ def connected(
     store: str,
     nodes: Sequence[int],
     timeout: float = 20,
-    name: str = "nodes",
+    piece_bytes: int = PIECE,
 ) -> hfreduce.HierarchicalReducer:
     """Return a rank's reducer; `nodes[rank]` is where it pretends to be."""
     os.environ["HFREDUCE_NODE"] = str(nodes[rank])
     # torch's gloo looks up the host's name, which containers may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    files = dist.FileStore(store, world)
     return hfreduce.HierarchicalReducer(
-        dist.FileStore(store, world), rank, world, timeout=timeout, name=name, piece_bytes=PIECE
+        files, rank, world, timeout=timeout, piece_bytes=piece_bytes
     )
 
 
@@ -222,7 +223,7 @@ def sent() -> int:
 def apart(rank: int, world: int, store: str, names: list[str], kill: bool) -> tuple[float, str]:
     links.enter(names[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=5)
+    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=5, piece_bytes=1 << 20)
     parts = [data(peer, 1_000_003, torch.float32) for peer in range(world)]
     tensor = parts[rank].clone()
     group.all_reduce(tensor)
