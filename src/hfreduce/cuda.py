@@ -15,6 +15,7 @@ told of the two streams (`record_stream`), where later calls' waits would hold u
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 # Large enough that a copy runs at the link's speed, small enough that a rank's slots stay few: on
 # an H200 one rank copied 1 GiB out and back at 27 GiB/s in chunks of 1 MiB, at 38 in chunks of 4,
 # at 42 of 8, at 45 of 32.
-CHUNK_BYTES = 8 << 20
-SLOTS = 6
-MOST_THREADS = 8
+# Under way: on two H200s 24 MiB of a rank were too few, 48 enough. More than 4 threads a rank did
+# not add faster there.
+CHUNK_BYTES = 4 << 20
+SLOTS = 12
+MOST_THREADS = 4
 _WRAP = 1 << 32
 
 
@@ -128,6 +131,7 @@ class CudaReducer:
         self._lock = threading.RLock()  # a signal's handler may close what it interrupts
         self._next = 1  # the ranks' meeting was chunk 0
         self._failure: BaseException | None = None
+        self._pending: deque[tuple[int, int, Future[None], torch.cuda.Event | None]] = deque()
         self._abandoned: list[Tensor] = []  # which streams that were let go may still touch
 
     @property
@@ -160,18 +164,21 @@ class CudaReducer:
             if self._failure is not None:
                 raise self._failure
             first = self._next
-            self._next = (first + self._path.chunks(count, dtype)) % _WRAP
+            self._next = end = (first + self._path.chunks(count, dtype)) % _WRAP
             event: Any = torch.cuda.Event
             ready = event()
             ready.record(torch.cuda.current_stream(self.device))
             self._out.wait_event(ready)
-            # Served before it is enqueued: the GPU's queues may be shorter than the call.
-            future = self._worker.submit(lambda: self._serve(tensor, dtype, number, first))
+            self._after_overlapping(pointer, pointer + tensor.nbytes)
+            # Announced before it is enqueued: the GPU's queues may be shorter than the call.
+            self._path.submit(pointer, count, dtype, number, first)
+            future = self._worker.submit(lambda: self._end(tensor, end))
             done = None
             if self._path.flags:
                 self._path.enqueue(pointer, count, dtype, number, first)
                 done = event()
                 done.record(self._back)
+            self._pending.append((pointer, pointer + tensor.nbytes, future, done))
         return CudaHandle(future, done, self._back)
 
     def set_timeout(self, seconds: float) -> None:
@@ -190,9 +197,21 @@ class CudaReducer:
         self._group.close()
         self._abandoned.clear()
 
-    def _serve(self, tensor: Tensor, dtype: int, op: int, first: int) -> None:
+    def _after_overlapping(self, low: int, high: int) -> None:
+        """Let the next call go out after those under way whose tensors overlap with its own."""
+        while self._pending and self._pending[0][2].done():
+            self._pending.popleft()
+        for first, last, future, done in self._pending:
+            if first < high and low < last:
+                if done is not None:
+                    self._out.wait_event(done)
+                else:
+                    future.exception()
+
+    def _end(self, tensor: Tensor, end: int) -> None:
+        """See a call end; the tensor is kept until then."""
         try:
-            ended = self._path.serve(tensor.data_ptr(), tensor.numel(), dtype, op, first)
+            ended = self._path.wait(end)
             outcome.check(ended, self._group, self._labels, self._rank, "all_reduce", self._timeout)
         except BaseException as error:
             self._failure = error

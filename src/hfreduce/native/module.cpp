@@ -202,18 +202,23 @@ NB_MODULE(_engine, module) {
           nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
           nb::call_guard<nb::gil_scoped_release>(), "Enqueue all copies of an all-reduce.")
       .def(
-          "serve",
+          "submit",
           [](CudaPath &path, uintptr_t tensor, int64_t count, int dtype, int op, uint32_t first) {
+            path.submit({tensor, count, static_cast<Dtype>(dtype), static_cast<Op>(op), first});
+          },
+          nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
+          nb::call_guard<nb::gil_scoped_release>(), "Announce an all-reduce, before `enqueue`.")
+      .def(
+          "wait",
+          [](CudaPath &path, uint32_t end) {
             Status status;
             {
               nb::gil_scoped_release unlocked;
-              status = path.serve(
-                  {tensor, count, static_cast<Dtype>(dtype), static_cast<Op>(op), first});
+              status = path.wait(end);
             }
             return outcome(status);
           },
-          nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
-          "Carry an all-reduce through; returns (reason, rank, told).")
+          nb::arg("end"), "Wait for all chunks before `end`; returns (reason, rank, told).")
       .def("close", &CudaPath::close, nb::call_guard<nb::gil_scoped_release>(),
            "Unpin; no call may be running.");
   module.def("start_time", &start_time, nb::arg("pid"),
