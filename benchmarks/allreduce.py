@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -136,6 +137,8 @@ def summary(row: dict[str, Any]) -> str:
     show_default=True,
     help="Seconds for each number of ranks, with cuda: what is not measured by then is left out.",
 )
+@click.option("--way", "ways", type=click.Choice(list(allreduce_cuda.WAYS)), multiple=True)
+@click.option("--part", "parts", type=click.Choice(allreduce_cuda.PARTS), multiple=True)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -148,16 +151,28 @@ def main(
     most: float,
     rounds: int | None,
     budget: float,
+    ways: tuple[str, ...],
+    parts: tuple[str, ...],
     out: Path | None,
 ) -> None:
-    """Measure all-reduces of CPU tensors, or of GPUs' (benchmarks/allreduce_cuda.py)."""
+    """Measure all-reduces of CPU tensors, or of GPUs' (benchmarks/allreduce_cuda.py).
+
+    --way and --part, with cuda, measure only these.
+    """
     if device == "cuda":
-        on_gpus(counts, rounds or 5, budget, out)
+        on_gpus(counts, rounds or 5, budget, ways, parts, out)
     else:
         on_cpu(counts or (2, 4), dtypes, most, rounds or 9, out)
 
 
-def on_gpus(counts: tuple[int, ...], rounds: int, budget: float, out: Path | None) -> None:
+def on_gpus(
+    counts: tuple[int, ...],
+    rounds: int,
+    budget: float,
+    ways: tuple[str, ...],
+    parts: tuple[str, ...],
+    out: Path | None,
+) -> None:
     """Measure one rank, then each number of ranks, on the GPUs there are."""
     if not torch.cuda.is_available():
         click.echo("allreduce.py: torch finds no CUDA device: use --device cpu", err=True)
@@ -166,6 +181,8 @@ def on_gpus(counts: tuple[int, ...], rounds: int, budget: float, out: Path | Non
     count = torch.cuda.device_count()
     counts = counts or (max(2, count),)
     options = "".join(f" --ranks {ranks}" for ranks in counts) + f" --rounds {rounds}"
+    options += "".join(f" --way {shlex.quote(way)}" for way in ways)
+    options += "".join(f" --part {part}" for part in parts)
     result: dict[str, Any] = {
         "operator": "allreduce",
         "machine": machine.describe(gpu) | {"gpus": count},
@@ -186,9 +203,8 @@ def on_gpus(counts: tuple[int, ...], rounds: int, budget: float, out: Path | Non
     }
     name = "allreduce_cuda" if count >= max(counts) else "allreduce_cuda_shared"
     for ranks in counts:
-        alone = ranks == counts[0]
         allreduce_cuda.measure(
-            result, lambda found: write(found, name, out), ranks, rounds, budget, alone
+            result, lambda found: write(found, name, out), ranks, rounds, budget, ways, parts
         )
 
 

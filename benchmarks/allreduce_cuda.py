@@ -21,7 +21,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,23 @@ LARGE = [25 * MIB, 186 * MIB, 1024 * MIB]
 SMALL = [16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 # Half the types take half the sizes: the bytes decide.
 FEWER = [64 * KIB, MIB, 16 * MIB]
-# hfreduce's settings: what it comes with, what is tried, and with which sizes.
-DEFAULTS = {"threads": 8, "chunk_bytes": 8 * MIB, "slots": 6}
-CHOICES = {
-    "threads": [4, 6, 12],
-    "chunk_bytes": [4 * MIB, 16 * MIB],
-    "slots": [4, 10],
-}
+# hfreduce's settings that are tried, those that it comes with first.
+CHOICES = [
+    {"threads": threads, "chunk_bytes": chunk * MIB, "slots": slots}
+    for threads, chunk, slots in (
+        (4, 4, 12),
+        (6, 4, 12),
+        (8, 4, 12),
+        (4, 2, 24),
+        (4, 8, 6),
+        (6, 8, 8),
+    )
+]
 TUNED = [25 * MIB, 186 * MIB]
 TUNE_SECONDS = 20.0
 CHUNKS = [MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB]
 MODELS = ["BERT-large", "VGG16"]
+PARTS = ["alone", "large", "product", "steps", "costs", "small", "killed"]
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
 WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "hfreduce": ("hfreduce", {}),
@@ -192,9 +198,15 @@ class Run:
 
 
 def measure(
-    result: dict[str, Any], save: Any, ranks: int, rounds: int, budget: float, alone: bool
+    result: dict[str, Any],
+    save: Any,
+    ranks: int,
+    rounds: int,
+    budget: float,
+    ways: Sequence[str] = (),
+    parts: Sequence[str] = (),
 ) -> None:
-    """Measure one rank (where `alone`), then as many as asked for, by all ways.
+    """Measure one rank, then as many as asked for, by all ways.
 
     Args:
         result: What the file will say; cases are added.
@@ -202,11 +214,14 @@ def measure(
         ranks: Their number.
         rounds: Of each case.
         budget: Seconds for everything.
-        alone: Measure one rank too.
+        ways: Of `WAYS`; none: all.
+        parts: Of `PARTS`; none: all.
     """
     run = Run(result, save, rounds, time.monotonic() + budget)
     own = torch.cuda.device_count() >= ranks
+    parts = parts or PARTS
     names = [name for name, (backend, _) in WAYS.items() if own or backend != "nccl"]
+    names = [name for name in names if name in (ways or WAYS)]
     if not own:
         click.echo(f"{ranks} ranks share {torch.cuda.device_count()} GPU(s): NCCL is left out")
     with tempfile.TemporaryDirectory() as work:
@@ -216,71 +231,67 @@ def measure(
             run.crews[name] = Crew(name, ranks, place)
         lone = Path(work, "one")
         lone.mkdir()
-        one = Crew("hfreduce", 1, lone) if alone else None
+        one = Crew("hfreduce", 1, lone) if "alone" in parts else None
         try:
             run.each("ready")
             if one is not None:
                 _one(run, one)
-            several(run, ranks, own)
+            several(run, ranks, own, parts)
         finally:
             for crew in run.crews.values():
                 crew.end()
-    result["complete"] = bool(result["complete"] and not run.failed)
+    whole = not ways and tuple(parts) == tuple(PARTS)
+    result["complete"] = bool(result["complete"] and whole and not run.failed)
     save(result)
 
 
-def several(run: Run, ranks: int, own: bool) -> None:
+def several(run: Run, ranks: int, own: bool, parts: Sequence[str]) -> None:
     """Measure several ranks, the most wanted first."""
     place = {"ranks": ranks, "own_gpu": own}
     if "hfreduce" in run.crews:
         run.result["settings"] = _tune(run, run.crews["hfreduce"])
         run.note(place | {"case": "settings"} | run.result["settings"])
-    for dtype in ("fp32", "bf16"):
-        _bandwidths(run, dtype, LARGE, place)
-    if run.has(8):
+    if "large" in parts:
+        for dtype in ("fp32", "bf16"):
+            _bandwidths(run, dtype, LARGE, place)
+    if "product" in parts and run.has(8):
         beside = run.rounds_of("product")
         run.note(place | {"case": "8192³ bf16 product beside all-reduces of 1 GiB"} | _slow(beside))
-    if own:
+    if own and "steps" in parts:
         for model in MODELS:
             _steps(run, model, place)
-    if run.has(4):
+    if "costs" in parts and run.has(8):
         run.note(place | {"case": "CPU cores used"} | _table(run.each("cores"), "cores a rank"))
-    if run.has(4):
         launched = _table(run.each("kernels"), "kernels of an all-reduce of 64 MiB")
         run.note(place | {"case": "kernels launched"} | launched)
-    _bandwidths(run, "fp32", SMALL, place)
-    _bandwidths(run, "bf16", FEWER, place)
-    _bandwidths(run, "fp16", FEWER + LARGE, place)
-    if "hfreduce" in run.crews and run.has(6):
+    if "small" in parts:
+        _bandwidths(run, "fp32", SMALL, place)
+        _bandwidths(run, "bf16", FEWER, place)
+        _bandwidths(run, "fp16", FEWER + LARGE, place)
+    if "killed" in parts and "hfreduce" in run.crews and run.has(6):
         _killed(run, place)
 
 
 def _tune(run: Run, crew: Crew) -> dict[str, Any]:
-    """Find the fastest threads, then chunks, then slots; return them and all that was tried."""
-    best, tried = dict(DEFAULTS), []
-    seconds: dict[str, float] = {}
-
-    def cost(settings: dict[str, int]) -> float:
-        if (name := str(settings)) not in seconds:
+    """Find the fastest settings; return them and all that was tried."""
+    tried: list[dict[str, Any]] = []
+    best, least = CHOICES[0], math.inf
+    until = time.monotonic() + TUNE_SECONDS
+    try:
+        for settings in CHOICES:
+            if time.monotonic() > until:
+                break
             crew.ask("use", settings)
-            times = []
+            seconds = []
             for size in TUNED:
                 crew.ask("check", "fp32", size)
-                turns = [max(crew.ask("bandwidth", "fp32", size, 4)) for _ in range(3)]
-                times.append(statistics.median(turns))
-            # The rates' harmonic mean: each size counts alike.
-            seconds[name] = sum(t / size for t, size in zip(times, TUNED, strict=True))
-            tried.append(settings | {"gib_per_s": [
-                _rate(size / t) for t, size in zip(times, TUNED, strict=True)
-            ]})  # fmt: skip
-        return seconds[name]
-
-    try:
-        until = time.monotonic() + TUNE_SECONDS
-        for key, values in CHOICES.items():
-            for value in values:
-                if time.monotonic() < until and cost(best | {key: value}) < cost(best):
-                    best = best | {key: value}
+                turns = [max(crew.ask("bandwidth", "fp32", size, 5)) for _ in range(5)]
+                seconds.append(statistics.median(turns))
+            rates = [_rate(size / t) for size, t in zip(TUNED, seconds, strict=True)]
+            tried.append({**settings, "gib_per_s": rates})
+            # Each size counts alike.
+            if (cost := sum(t / size for size, t in zip(TUNED, seconds, strict=True))) < least:
+                best, least = settings, cost
         crew.ask("use", best)
         stages = crew.ask("stages")
     except LostError as error:

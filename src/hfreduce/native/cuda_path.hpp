@@ -554,8 +554,9 @@ class CudaPath {
   const int rank_, world_;
   const int64_t chunk_bytes_;
   const int process_ = getpid();
-  // Some 200 µs of looking, where there are processors to spare: the next chunk is that near.
-  static constexpr int kLooks = 4000;
+  // Almost a millisecond of looking, where there are processors to spare: the next chunk or bucket is
+  // that near, and to be woken takes a virtual machine's thread as long as to add a chunk.
+  static constexpr int kLooks = 16000;
   int lanes_ = 1, looks_ = 0;
   bool flags_ = false, registered_ = false;
   CUcontext context_ = nullptr;

@@ -100,6 +100,12 @@ def in_order(rank: int, world: int, store: str) -> None:
         assert handle is not None
         handle.wait()
         assert (tensor == sum(peer + i for peer in range(world))).all()
+    twice = torch.full((3_000_000,), float(rank + 1), device=gpu)
+    for handle in [group.all_reduce(twice, async_op=True) for _ in range(4)]:
+        assert handle is not None
+        handle.wait()
+    total = sum(range(1, world + 1))
+    assert (twice == total * world**3).all(), "a call goes out before the one before is back"
     mean = sum(range(1, world + 1)) / world
     assert (x == mean * 2**20).all()
 
