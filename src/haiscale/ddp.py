@@ -40,7 +40,8 @@ class DistributedDataParallel(_Base):
         *arguments: As for torch's class.
         backend: "hfreduce"; "torch": the process group's own all-reduce; "auto": hfreduce for a
             model on the CPU whose ranks are all on one machine, else "torch".
-        network: Between machines, for backend="hfreduce": see `hfreduce.HierarchicalReducer`.
+        network: "gloo" or "mpi", between machines for backend="hfreduce": see
+            `hfreduce.HierarchicalReducer`.
         wire: torch.bfloat16 or torch.float16: what float32 gradients are sent as; they are added in
             float32 and the average rounded once. None: as they are. Torch's path ignores it.
         **options: As for torch's class (`device_ids`, `process_group`, `find_unused_parameters` …).

@@ -87,7 +87,7 @@ class HierarchicalReducer:
         timeout: Seconds, or a timedelta, that a rank may be late for a step of a collective;
             between nodes four fifths of it.
         name: Of the group, where several use one store.
-        network: "gloo", "mpi" or "nccl".
+        network: "gloo", or "mpi" where the ranks were started by it.
         threads: As for `Reducer`.
         piece_bytes: What is on the network at a time.
         label: How messages call this rank; None: "rank" and its number.

@@ -182,7 +182,7 @@ def test_a_layout_has_as_many_columns_as_the_smallest_node_has_ranks() -> None:
 
 def refusals(rank: int, world: int, store: str) -> None:
     files = dist.FileStore(store, world)
-    with pytest.raises(ValueError, match="use one of gloo"):
+    with pytest.raises(ValueError, match="use one of gloo, mpi"):
         hfreduce.HierarchicalReducer(files, rank, world, network="carrier pigeons")
     with pytest.raises(ValueError, match="piece_bytes=3 is less"):
         hfreduce.HierarchicalReducer(files, rank, world, piece_bytes=3)

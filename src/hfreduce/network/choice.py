@@ -13,7 +13,13 @@ def _gloo(place: Place) -> Network:
     return GlooNetwork(place)
 
 
-ENGINES: dict[str, Callable[[Place], Network]] = {"gloo": _gloo}
+def _mpi(place: Place) -> Network:
+    from hfreduce.network.mpi import MpiNetwork
+
+    return MpiNetwork(place)
+
+
+ENGINES: dict[str, Callable[[Place], Network]] = {"gloo": _gloo, "mpi": _mpi}
 
 
 def check(name: str) -> str:
