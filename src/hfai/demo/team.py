@@ -199,7 +199,7 @@ def _help(
     device = device_of(kind, team.rank)
     torch.manual_seed(settings.seed)
     trainer = Trainer(to_hfai(settings.make_model().to(device)), settings, device)
-    batches = Batches(training, settings.batch_size, settings.seed)
+    batches = Batches(training, settings.batch_size, settings.seed, settings.task)
     losses: list[float] = []
     if resume is not None:
         saved = RunState.load(resume)
