@@ -10,6 +10,9 @@ from hfai.kernels.jit import DeviceLimits
 from hfai.kernels.rnn import dispatch
 from hfai.kernels.rnn.plan import MOST_REGISTERS, Cell, Plan, Precision
 from tests.kernels.compiled import DEVICES
+from tests.kernels.rnn.by_hand import every_size_is_ours
+
+__all__ = ["every_size_is_ours"]
 
 HOPPER = DEVICES["sm_90"]
 
@@ -51,7 +54,8 @@ def test_the_reference_layer_stays_on_a_hopper_gpu(precision: Precision) -> None
     for cell in Cell:
         plan = dispatch.choose(cell, 985, 1, 4, precision, HOPPER)
         assert plan is not None
-        assert dispatch.why_left_to_torch(plan, 4, 1000, HOPPER) is None
+        reason = dispatch.why_left_to_torch(plan, 4, 1000, HOPPER)
+        assert (reason is None) == (precision not in dispatch.UNCHECKED)
 
 
 def test_both_directions_of_a_layer_run_side_by_side_where_they_fit() -> None:
@@ -84,3 +88,16 @@ def test_what_is_left_to_torch_is_said_in_words() -> None:
     assert "8 steps" in _why(985, 4, 8)
     assert "64 hidden units" in _why(64, 4, 1000)
     assert "batch of 512" in _why(985, 512, 1000)
+    exact = dispatch.choose(Cell.LSTM, 985, 1, 4, Precision.SPLIT, HOPPER)
+    assert exact is not None
+    assert "TF32 off" in str(dispatch.why_left_to_torch(exact, 4, 1000, HOPPER))
+
+
+@pytest.mark.usefixtures("every_size_is_ours")
+def test_fp32s_own_precision_ends_at_the_batch_at_which_it_was_slower() -> None:
+    for hidden, batch, ours in ((256, 64, True), (256, 65, False), (200, 128, False)):
+        plan = dispatch.choose(Cell.LSTM, hidden, 1, batch, Precision.SPLIT, HOPPER)
+        assert plan is not None
+        reason = dispatch.why_left_to_torch(plan, batch, 200, HOPPER)
+        assert (reason is None) == ours
+        assert ours or f"batch of {batch}" in str(reason)
