@@ -10,9 +10,6 @@ from hfai.kernels.jit import DeviceLimits
 from hfai.kernels.rnn import dispatch
 from hfai.kernels.rnn.plan import MOST_REGISTERS, Cell, Plan, Precision
 from tests.kernels.compiled import DEVICES
-from tests.kernels.rnn.by_hand import every_size_is_ours
-
-__all__ = ["every_size_is_ours"]
 
 HOPPER = DEVICES["sm_90"]
 
@@ -93,11 +90,11 @@ def test_what_is_left_to_torch_is_said_in_words() -> None:
     assert "TF32 off" in str(dispatch.why_left_to_torch(exact, 4, 1000, HOPPER))
 
 
-@pytest.mark.usefixtures("every_size_is_ours")
-def test_fp32s_own_precision_ends_at_the_batch_at_which_it_was_slower() -> None:
-    for hidden, batch, ours in ((256, 64, True), (256, 65, False), (200, 128, False)):
-        plan = dispatch.choose(Cell.LSTM, hidden, 1, batch, Precision.SPLIT, HOPPER)
+@pytest.mark.parametrize(("batch", "ours"), [(64, True), (65, False)])
+def test_no_batch_is_ours_that_was_not_timed(batch: int, ours: bool) -> None:
+    for precision in set(Precision) - dispatch.UNCHECKED:
+        plan = dispatch.choose(Cell.LSTM, 256, 1, batch, precision, HOPPER)
         assert plan is not None
         reason = dispatch.why_left_to_torch(plan, batch, 200, HOPPER)
         assert (reason is None) == ours
-        assert ours or f"batch of {batch}" in str(reason)
+        assert ours or "batch of 65" in str(reason)

@@ -138,8 +138,8 @@ def _look_up(
     stack: Stack, device: int, dtype: torch.dtype, batch: int, steps: int
 ) -> Configuration | str:
     if dtype is torch.float32 and not uses_cudnn():
-        # Without cuDNN torch follows another switch, the one for matrix products.
-        return "cuDNN is switched off, and torch's fp32 without it is more accurate"
+        # Ours would follow the switch for recurrence, TF32 by default, where torch's has fp32.
+        return "cuDNN is switched off: torch's fp32 then follows its switch for matrix products"
     found = _found(
         stack.cell,
         stack.hidden,
