@@ -5,8 +5,8 @@
                 "implementations": [Row…], "comparison": {pass: …}, "date", "commit"}, …]}
 
 A case's own date and commit are those of the run that measured it, which is not the file's where
-`merged` has kept it from an earlier one. Passes are "forward" and "backward", and for whole calls "no_grad", "forward" and "both". Times are
-milliseconds, memory is bytes.
+`merged` has kept it from an earlier one. Passes are "forward" and "backward", and for whole calls
+"no_grad", "forward" and "both". Times are milliseconds, memory is bytes.
 """
 
 from __future__ import annotations
