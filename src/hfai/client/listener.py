@@ -1,0 +1,139 @@
+"""What this process hears: signals, and a control file that somebody makes.
+
+A signal's handler only takes a note and calls the handler that was there before. Python runs it in
+the main thread, between two bytecodes: one that comes during a backward pass is noted when that
+returns, which is before the next step boundary. The file is looked at when somebody asks, at most
+twice a second, since it may lie on a network's file system.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_log = logging.getLogger("hfai.client")
+FILE_EVERY = 0.5  # seconds between two looks at the control file
+
+
+class Listener:
+    """Notes requests to suspend.
+
+    Args:
+        signals: Signals that are requests.
+        file: A control file; that it exists is a request. None: there is none.
+
+    Attributes:
+        heard: What was heard first, in words, or None.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals], file: Path | None) -> None:
+        self.signals = tuple(signals)
+        self.file = file
+        self.heard: str | None = None
+        self._previous: dict[int, Any] = {}
+        self._active = False
+        self._next_look = 0.0
+        self._file_failed = False
+
+    def start(self) -> None:
+        """Handle the signals; handlers that were there are called too.
+
+        Raises:
+            ValueError: This is not the main thread, where alone Python lets one set handlers.
+        """
+        for number in self.signals:
+            previous = signal.getsignal(number)
+            if previous is None:
+                _log.warning(
+                    "%s is handled by native code, which Python cannot put back: it is left "
+                    "alone and is no request to suspend",
+                    number.name,
+                )
+                continue
+            signal.signal(number, self._on_signal)
+            self._previous[number] = previous
+            self._active = True
+
+    def stop(self) -> None:
+        """Put the handlers back that were there; one that was set later stays on top."""
+        self._active = False
+        for number, previous in list(self._previous.items()):
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous)
+                del self._previous[number]
+
+    def ignore(self) -> None:
+        """Ignore the signals, for the last moments of a process that has saved and ends.
+
+        Python gives signals back their defaults while it ends, and one that is sent twice would
+        then decide the exit code.
+        """
+        for number in self._previous:
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_IGN)
+
+    def leave_to_child(self) -> None:
+        """In a forked child: be deaf, and let what was there before handle the signals again.
+
+        A signal that would have ended a process by default ends the child too if it is SIGTERM,
+        by which its parent may end it; others are requests that it ignores. By a handler, since
+        what is ignored in itself stays so in programs that the child starts.
+        """
+        self._active = False
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._on_signal:
+                is_request_alone = previous == signal.SIG_DFL and number != signal.SIGTERM
+                signal.signal(number, _ignore if is_request_alone else previous)
+        self._previous.clear()
+
+    def listen(self) -> str | None:
+        """Return what was heard, after a look at the control file where it is time for one."""
+        if self.heard is None and self.file is not None:
+            now = time.monotonic()
+            if now >= self._next_look:
+                self._next_look = now + FILE_EVERY
+                if self._file_is_there(self.file):
+                    self.heard = f"the file {self.file}"
+        return self.heard
+
+    def take_file_away(self) -> None:
+        """Remove the control file, so that the job that is started again does not find it."""
+        if self.file is None:
+            return
+        try:
+            self.file.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s; remove it, or the next run suspends at once", error)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._active and self.heard is None:
+            self.heard = signal.Signals(number).name
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)
+        elif not self._active and previous == signal.SIG_DFL:
+            # Someone has kept this handler to call it, after listening had ended.
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def _file_is_there(self, file: Path) -> bool:
+        try:
+            os.lstat(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if not self._file_failed:
+                self._file_failed = True
+                _log.warning("the control file cannot be looked at: %s", error)
+            return False
+        return True
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing."""
