@@ -70,8 +70,8 @@ class ForkHooks:
 
 def _wrap_worker(process: Any) -> bool:
     """Make a new worker of torch's DataLoader call `ignore_in_worker`; say whether it is one."""
-    torch_worker = sys.modules.get("torch.utils.data._utils.worker")
-    loop: Any = getattr(torch_worker, "_worker_loop", None)
+    torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    loop = getattr(torch_worker, "_worker_loop", None)
     if loop is None or getattr(process, "_target", None) is not loop:
         return False
     try:
