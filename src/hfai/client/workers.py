@@ -72,18 +72,14 @@ def _wrap_worker(process: Any) -> bool:
     """Make a new worker of torch's DataLoader call `ignore_in_worker`; say whether it is one."""
     torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
     loop = getattr(torch_worker, "_worker_loop", None)
-    if loop is None or getattr(process, "_target", None) is not loop:
+    if not callable(loop) or getattr(process, "_target", None) is not loop:
         return False
     try:
         call = inspect.signature(loop).bind(*process._args, **process._kwargs)
         call.arguments["init_fn"] = _IgnoreThen(call.arguments["init_fn"])
         process._args, process._kwargs = call.args, call.kwargs
         signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-    ) as error:  # a torch whose workers are made otherwise
+    except (AttributeError, KeyError, TypeError) as error:  # made otherwise, by another torch
         _log.warning(
             "this torch's loader workers are not known to hfai (%s): give the loader "
             "worker_init_fn=hfai.client.ignore_in_worker",
