@@ -70,12 +70,12 @@ class ForkHooks:
 
 def _wrap_worker(process: Any) -> bool:
     """Make a new worker of torch's DataLoader call `ignore_in_worker`; say whether it is one."""
-    torch_worker: Any = sys.modules.get("torch.utils.data._utils.worker")
+    torch_worker = sys.modules.get("torch.utils.data._utils.worker")
     loop = getattr(torch_worker, "_worker_loop", None)
-    if not callable(loop) or getattr(process, "_target", None) is not loop:
+    if loop is None or getattr(process, "_target", None) is not loop:
         return False
     try:
-        call = inspect.signature(loop).bind(*process._args, **process._kwargs)
+        call = inspect.signature(process._target).bind(*process._args, **process._kwargs)
         call.arguments["init_fn"] = _IgnoreThen(call.arguments["init_fn"])
         process._args, process._kwargs = call.args, call.kwargs
         signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
