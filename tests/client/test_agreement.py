@@ -47,7 +47,8 @@ def stops(
     def train(rank: int) -> None:
         pace = random.Random(1000 * seed + rank)
         try:
-            part = Agreement(Jittery(store, 7 * seed + rank), rank, world, linger=0.003)
+            slow = Jittery(store, 7 * seed + rank)
+            part = Agreement(slow, rank, world, linger=0.003)
             for boundary in range(1, most):
                 # They meet at times, as ranks do that wait for their GPU's result.
                 time.sleep(pace.choice([0.0, 0.0, 0.0005, 0.003]))

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Agreement:
     """One rank's part.
 
     Args:
-        store: That all ranks reach.
+        store: That all ranks reach; it is not kept alive, since it keeps a port.
         rank: This rank.
         world_size: The number of ranks.
         linger: Seconds that the first to know of a request wait for the others at a boundary.
@@ -59,7 +60,7 @@ class Agreement:
         linger: float = LINGER,
         join_patience: float = JOIN_PATIENCE,
     ) -> None:
-        self._store = store
+        self._store_reference = weakref.ref(store)
         self.rank = rank
         self._world_size = world_size
         self._linger = linger
@@ -101,6 +102,13 @@ class Agreement:
                     (str(error) or type(error).__name__).splitlines()[0],
                 )
         return self.stop_at is not None and self._boundary >= self.stop_at
+
+    @property
+    def _store(self) -> Store:
+        store = self._store_reference()
+        if store is None:
+            raise RuntimeError("the process group was destroyed")
+        return store
 
     @property
     def reason(self) -> str:

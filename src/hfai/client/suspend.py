@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,10 @@ class _State:
         self.lock = threading.RLock()
         self.listener: Listener | None = None
         self.agreement: Agreement | None = None
-        self.group: Any = None  # the process group whose ranks agree
-        self.inherited_group: Any = None  # the parent's, whose store is the parent's connection
+        # The process group whose ranks agree; weak, since a group ends when it is forgotten.
+        self.group: weakref.ref[Any] | None = None
+        # The parent's, whose store is the parent's connection.
+        self.inherited_group: weakref.ref[Any] | None = None
         self.told = False  # receive_suspend_command() has returned True
         self.is_worker = False
         self.warned_of_thread = False
@@ -187,9 +190,9 @@ def _agreement() -> Agreement | None:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     group = distributed.group.WORLD
-    if group is _state.group or group is _state.inherited_group:
+    if any(known is not None and known() is group for known in _known_groups()):
         return _state.agreement
-    _state.group, _state.agreement = group, None
+    _state.group, _state.agreement = weakref.ref(group), None
     if distributed.get_world_size() > 1:
         store = _store(group)
         if store is None:
@@ -199,6 +202,10 @@ def _agreement() -> Agreement | None:
                 store, distributed.get_rank(), distributed.get_world_size()
             )
     return _state.agreement
+
+
+def _known_groups() -> tuple[weakref.ref[Any] | None, ...]:
+    return _state.group, _state.inherited_group
 
 
 def _store(group: Any) -> Any:
