@@ -1,7 +1,7 @@
 """hfai: PyTorch training, faster on the hardware you have, one line at a time.
 
-Importing this package imports nothing else: `hfai.nn`, `hfai.models`, `hfai.multiprocessing` and
-`hfai.explain` are loaded when they are first used, so that `hfai --help` need not wait for torch.
+Importing this package imports nothing else: `hfai.checkpoint`, `hfai.nn`, `hfai.models`,
+`hfai.multiprocessing` and `hfai.explain` are loaded when they are first used, so that `hfai --help` need not wait for torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfai import models, multiprocessing, nn
+    from hfai import checkpoint, models, multiprocessing, nn
     from hfai.nn.explain import explain
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "explain", "models", "multiprocessing", "nn"]
+__all__ = ["__version__", "checkpoint", "explain", "models", "multiprocessing", "nn"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("models", "multiprocessing", "nn"):
+    if name in ("checkpoint", "models", "multiprocessing", "nn"):
         return importlib.import_module(f"hfai.{name}")
     if name == "explain":
         return importlib.import_module("hfai.nn.explain").explain
