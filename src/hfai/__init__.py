@@ -1,7 +1,8 @@
 """hfai: PyTorch training, faster on the hardware you have, one line at a time.
 
 Importing this package imports nothing else: `hfai.checkpoint`, `hfai.nn`, `hfai.models`,
-`hfai.multiprocessing` and `hfai.explain` are loaded when they are first used, so that `hfai --help` need not wait for torch.
+`hfai.multiprocessing` and `hfai.explain` are loaded when they are first used, so that `hfai --help`
+need not wait for torch.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def save(
 
     Raises:
         CheckpointError: It could not be written, on this rank or another; all ranks get the error.
-        StateMismatchError: Names are not unique, or differ between ranks in a way that they must not.
+        StateMismatchError: Names are not unique, or ranks hold different tensors by one name.
         TypeError: Something is no value that is stored.
         OSError: This rank could not write.
     """

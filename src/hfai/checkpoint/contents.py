@@ -203,8 +203,8 @@ def _no_checkpoint(location: Location) -> CheckpointError:
             f"{location.children()[-1]}"
         )
     return NoCheckpointError(
-        f"{location.path} has no {COMMIT} file: it is no checkpoint, or one that was never finished "
-        "(torch.save files and DCP directories: hfai checkpoint convert)"
+        f"{location.path} has no {COMMIT} file: it is no checkpoint, or one that was never "
+        "finished (torch.save files and DCP directories: hfai checkpoint convert)"
     )
 
 

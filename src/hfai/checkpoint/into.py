@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hfai.checkpoint import state, tree
 from hfai.checkpoint.errors import StateMismatchError
-from hfai.checkpoint.parts import box_of, dtype_name, is_dtensor
+from hfai.checkpoint.parts import box_of, dtype_name, is_dtensor, local_of
 from hfai.checkpoint.reader import Wanted
 
 if TYPE_CHECKING:
@@ -165,9 +165,10 @@ def fill_model(model: Any, values: Mapping[str, Any], places: Places) -> list[Ac
     if saved is None:
         raise StateMismatchError("the checkpoint has no model: it was saved without one")
     if len(saved) != len(models) or values["models"] != isinstance(model, (list, tuple)):
+        there = " in a list" if values["models"] else ""
+        here = " in a list" if isinstance(model, (list, tuple)) else ""
         raise StateMismatchError(
-            f"the checkpoint has {len(saved)} model(s){' in a list' if values['models'] else ''}, "
-            f"and {len(models)} were given{' in a list' if isinstance(model, (list, tuple)) else ''}"
+            f"the checkpoint has {len(saved)} model(s){there}, and {len(models)} were given{here}"
         )
     acts: list[Act] = []
     for one, label, encoded in zip(
@@ -220,7 +221,7 @@ def _fill_module(
 
 def id_of(tensor: Any) -> tuple[object, ...]:
     """Return what tells a tensor's memory from others."""
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    local = local_of(tensor)
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device
 
 
@@ -228,7 +229,8 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
     """Make memory for what is on the meta device; what was one tensor before stays one."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        for store in (module._parameters, module._buffers):
+        stores: list[Any] = [module._parameters, module._buffers]
+        for store in stores:
             for name, old in store.items():
                 if old is None or not old.is_meta:
                     continue
@@ -315,9 +317,9 @@ def _fill_optimizer(
         for parameter, item in loaded.items():
             for key, value in item.items():
                 found = optimizer.state[parameter].get(key)
-                if isinstance(value, Tensor) and isinstance(found, Tensor):
-                    if found.dtype != value.dtype:
-                        optimizer.state[parameter][key] = value.to(found.device)
+                both = isinstance(value, Tensor) and isinstance(found, Tensor)
+                if both and found.dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.to(found.device)
 
     return act
 

@@ -124,8 +124,13 @@ def bytes_of(local: Tensor) -> memoryview:
     """
     if local.numel() == 0:
         return memoryview(b"")
-    flat = local.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    flat: Any = local.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def local_of(tensor: Any) -> Any:
+    """Return the memory of a tensor that is in this process."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def is_readable(local: Tensor) -> bool:
@@ -143,7 +148,7 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        local: Any = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+        local = local_of(tensor)
         if local.numel() == 0 or local.layout is not torch.strided or local.is_meta:
             # No memory to be the same; a parameter that appears twice is known by itself.
             key: tuple[object, ...] = (id(tensor),)

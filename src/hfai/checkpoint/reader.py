@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 class _Run(NamedTuple):
     """Bytes of a slice that are read to their place."""
 
-    index: Index
+    source: Index
     slice: Slice
     start: int  # the first byte in the slice
     view: memoryview
@@ -52,7 +52,7 @@ class _Run(NamedTuple):
 class _Band(NamedTuple):
     """A part of a slice that is read to a buffer and copied from there."""
 
-    index: Index
+    source: Index
     slice: Slice
     offsets: tuple[int, ...]  # of what is copied, in the slice
     out: Tensor
@@ -159,7 +159,7 @@ def _tasks(
         start = linear(there, piece.sizes) * width
         length = math.prod(sizes) * width
         if length < _BATCH:
-            if batch and (batch[-1].index is not index or size + length > _BATCH):
+            if batch and (batch[-1].source is not index or size + length > _BATCH):
                 yield batch
                 batch, size = [], 0
             batch.append(_Run(index, piece, start, whole[begin : begin + length]))
@@ -188,7 +188,7 @@ def _bands(index: Index, piece: Slice, offsets: tuple[int, ...], out: Tensor) ->
 
 def _read_runs(files: CheckpointFiles, runs: list[_Run]) -> None:
     """Read runs of one file, those that follow each other by one call."""
-    file = files.file(runs[0].index)
+    file = files.file(runs[0].source)
     exact = [run for run in runs if not files.verify or _is_whole(run)]
     at = 0
     while at < len(exact):
@@ -201,10 +201,10 @@ def _read_runs(files: CheckpointFiles, runs: list[_Run]) -> None:
         _fill(files, file, group[0], _place(group[0]), [run.view for run in group])
         at = end
     for run in exact:
-        _check(files, run.index, run.slice, run.start, run.view)
+        _check(files, run.source, run.slice, run.start, run.view)
     for run in runs:
         if files.verify and not _is_whole(run):
-            found = _read_chunks(files, run.index, run.slice, run.start, len(run.view))
+            found = _read_chunks(files, run.source, run.slice, run.start, len(run.view))
             run.view[:] = found
 
 
@@ -215,8 +215,8 @@ def _place(run: _Run) -> int:
 def _is_whole(run: _Run) -> bool:
     """Whether a run is made of whole chunks."""
     end = run.start + len(run.view)
-    at_end = end % run.index.chunk == 0 or end == run.slice.length
-    return run.start % run.index.chunk == 0 and at_end
+    at_end = end % run.source.chunk == 0 or end == run.slice.length
+    return run.start % run.source.chunk == 0 and at_end
 
 
 def _read_chunks(
@@ -243,7 +243,7 @@ def _read_band(files: CheckpointFiles, band: _Band) -> None:
     row = math.prod(piece.sizes[1:])
     first = band.offsets[0] * row if sizes else 0
     end = (last[0] + 1) * row if sizes else 1
-    view = _read_chunks(files, band.index, piece, first * width, (end - first) * width)
+    view = _read_chunks(files, band.source, piece, first * width, (end - first) * width)
     flat = torch.frombuffer(view, dtype=torch.uint8).view(getattr(torch, piece.dtype))
     if not sizes:
         band.out.copy_(flat[0])
@@ -255,7 +255,7 @@ def _read_band(files: CheckpointFiles, band: _Band) -> None:
 def _fill(
     files: CheckpointFiles, file: object, run: _Run, offset: int, views: list[memoryview]
 ) -> None:
-    path = files.path_of(run.index.file)
+    path = files.path_of(run.source.file)
     try:
         file.read_into(offset, views)  # type: ignore[attr-defined]
     except EOFError:

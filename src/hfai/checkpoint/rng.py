@@ -1,4 +1,4 @@
-"""The state of every random number generator of a process: Python, NumPy, torch's of all devices."""
+"""The state of all random number generators of a process: Python's, NumPy's, torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def capture() -> dict[str, Any]:
         "numpy": numpy,
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
         found["cuda"] = list(torch.cuda.get_rng_state_all())
     return found
 

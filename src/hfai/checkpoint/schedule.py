@@ -1,4 +1,4 @@
-"""Decisions that all ranks must make alike, at step boundaries: to save, and that a save has failed.
+"""Decisions that all ranks make alike at step boundaries: to save, and that a save has failed.
 
 Both go through the group's store, and neither waits for a rank that is not at the boundary yet
 longer than it takes to come there.

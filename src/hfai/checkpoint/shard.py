@@ -124,7 +124,7 @@ class Contents:
             buffer[at : segment.length].zero_()
 
     def hash(self, segment: Segment, views: Sequence[memoryview]) -> None:
-        """Take the hashes of a segment's chunks, from its bytes as `direct` gives them, or one view."""
+        """Take the hashes of a segment's chunks, from views as `direct` gives them, or one."""
         if len(views) == 1 and len(views[0]) == segment.length:
             whole = views[0]
             found = (whole[p.at : p.at + p.length] for p in segment.pieces)

@@ -90,7 +90,7 @@ class _Encoder:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise TypeError(
             f"{name} is a {kind}, which is not stored: give tensors, arrays, numbers, strings, "
-            "bytes, None, and lists, tuples, sets or dicts of them (for an object, its state_dict())"
+            "bytes, None, and lists, tuples, sets or dicts of them (of an object, its state_dict())"
         )
 
     def _keep(self, name: str, tensor: torch.Tensor) -> str:

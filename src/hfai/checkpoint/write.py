@@ -80,10 +80,11 @@ class Staging:
         self._queue: queue.SimpleQueue[tuple[Segment, Tensor, list[Any]] | None]
         self._queue = queue.SimpleQueue()
         # The copies must come behind what training has enqueued so far.
-        self._streams = []
+        self._streams: list[Any] = []
+        cuda: Any = torch.cuda
         for device in prepared.contents.devices():
             if device.type == "cuda":
-                stream = torch.cuda.Stream(device)
+                stream = cuda.Stream(device)
                 stream.wait_stream(torch.cuda.current_stream(device))
                 self._streams.append(stream)
 

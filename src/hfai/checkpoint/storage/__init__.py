@@ -36,6 +36,6 @@ def locate(path: PathLike, options: StoreOptions | None = None) -> Location:
         return LocalLocation(text)
     if text.startswith("file://"):
         return LocalLocation(text.removeprefix("file://"))
-    from hfai.checkpoint.storage import remote
+    from hfai.checkpoint.storage.remote import locate as locate_remote
 
-    return remote.locate(text, options)
+    return locate_remote(text, options)
