@@ -1,8 +1,9 @@
 """hfai: PyTorch training, faster on the hardware you have, one line at a time.
 
-Importing this package imports nothing else: `hfai.nn`, `hfai.models`, `hfai.multiprocessing`,
-`hfai.client` and `hfai.explain` are loaded when they are first used, so that `hfai --help` need not
-wait for torch. The calls of `hfai.client` that scripts make most go by `hfai.` as well.
+Importing this package imports nothing else: `hfai.checkpoint`, `hfai.client`, `hfai.models`,
+`hfai.multiprocessing`, `hfai.nn` and `hfai.explain` are loaded when they are first used, so that
+`hfai --help` need not wait for torch. The calls of `hfai.client` that scripts make most go by
+`hfai.` as well.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hfai import client, models, multiprocessing, nn
+    from hfai import checkpoint, client, models, multiprocessing, nn
     from hfai.client import (
         get_whole_life_state,
         go_suspend,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "__version__",
+    "checkpoint",
     "client",
     "explain",
     "get_whole_life_state",
@@ -45,7 +47,7 @@ _OF_CLIENT = (
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("client", "models", "multiprocessing", "nn"):
+    if name in ("checkpoint", "client", "models", "multiprocessing", "nn"):
         return importlib.import_module(f"hfai.{name}")
     if name in _OF_CLIENT:
         return getattr(importlib.import_module("hfai.client"), name)
