@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hfai.checkpoint.handle import SaveHandle
     from hfai.checkpoint.loading import Loaded, load_into
     from hfai.checkpoint.manager import CheckpointManager
+    from hfai.checkpoint.suspendable import init
 
 _HOMES = {
     "CheckpointError": "errors",
@@ -34,6 +35,7 @@ _HOMES = {
     "NoCheckpointError": "errors",
     "SaveHandle": "handle",
     "StateMismatchError": "errors",
+    "init": "suspendable",
     "load": "api",
     "load_into": "loading",
     "load_tensor": "api",
@@ -48,6 +50,7 @@ __all__ = [
     "NoCheckpointError",
     "SaveHandle",
     "StateMismatchError",
+    "init",
     "load",
     "load_into",
     "load_tensor",
