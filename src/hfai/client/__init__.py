@@ -8,6 +8,7 @@ has the other calls that scripts of the original make.
 from hfai.client.suspend import (
     EXIT_SUSPENDED,
     go_suspend,
+    heard,
     listen,
     receive_suspend_command,
     stop_listening,
@@ -19,6 +20,7 @@ __all__ = [
     "EXIT_SUSPENDED",
     "get_whole_life_state",
     "go_suspend",
+    "heard",
     "ignore_in_worker",
     "listen",
     "receive_suspend_command",

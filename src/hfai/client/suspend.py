@@ -92,10 +92,19 @@ def receive_suspend_command(timeout: float = 500, raise_exception: bool = False)
         return _state.told
 
 
+def heard() -> str | None:
+    """Return what this process itself has heard, in words, or None; other ranks are not asked.
+
+    For scripts whose ranks agree in a way of their own. `listen` comes first.
+    """
+    with _state.lock:
+        return None if _state.listener is None else _state.listener.listen()
+
+
 def go_suspend(timeout: float = 500, raise_exception: bool = False) -> None:
     """End this process with the exit code 75, which means: start me again.
 
-    Without a request that `receive_suspend_command` has told of it does nothing. It removes the
+    Without a request that this process has heard or was told of it does nothing. It removes the
     control file and waits for the other ranks to come here too, 10 s at most. In the main thread
     it raises SystemExit, so that the script's own clean-up runs; in another thread, where that
     would end the thread only, it flushes the standard streams and ends the process at once.
@@ -109,10 +118,10 @@ def go_suspend(timeout: float = 500, raise_exception: bool = False) -> None:
     """
     with _state.lock:
         listener, agreement = _state.listener, _state.agreement
-        if not _state.told:
+        if not _state.told and heard() is None:
             _log.info("go_suspend(): nobody has asked to suspend, the process goes on")
             return
-    reason = (listener.heard if listener is not None else None) or "a request"
+    reason = heard() or "a request"
     if listener is not None:
         listener.take_file_away()
     if agreement is not None and agreement.stop_at is not None:

@@ -25,6 +25,7 @@ class Request:
         device: "auto", "cpu" or "cuda".
         out: the directory of all files written.
         resume: go on with the run whose resume file is in `out`.
+        suspend_after: the step after which the run asks itself to suspend, or None.
         json: print the figures as JSON on standard output, all else on standard error.
         command: as the user would type it again.
     """
@@ -33,5 +34,6 @@ class Request:
     device: str
     out: Path
     resume: bool
+    suspend_after: int | None
     json: bool
     command: str
