@@ -81,13 +81,12 @@ class CheckpointManager:
         self._location = locate(directory, storage)
         self._keep, self._keep_every = keep, keep_every
         self._asynchronous, self._busy = asynchronous, busy
-        self._budget = host_budget
         self._threads = threads or api.default_threads()
         self._peers = Peers(group, timeout)
         self._saver = Saver(self._peers, self._threads)
         self._schedule = Schedule(self._peers, every, minutes)
         self._watch = Watch(self._peers)
-        self._pool: HostPool | None = None
+        self._pool = HostPool(host_budget)
         self._handle: SaveHandle | None = None
         self._last: int | None = None
         self._resumes = 0
@@ -153,20 +152,21 @@ class CheckpointManager:
             return None
         if self._peers.rank == 0:
             self._location.sweep()
-        captured = state.capture(
-            model, optimizer, scheduler, scaler, others, per_rank, rng, self._peers.rank
-        )
+
+        def take() -> state.Captured:
+            return state.capture(
+                model, optimizer, scheduler, scaler, others, per_rank, rng, self._peers.rank
+            )
+
         location = self._location.child(step_name(step))
         self._saver.after_commit = lambda: self._prune(step)
         in_background = self._asynchronous if asynchronous is None else asynchronous
         if in_background:
-            if self._pool is None:
-                self._pool = HostPool(self._budget, api.is_on_gpu(captured.tensors))
-            handle = api.begin(self._saver, location, captured, step, epoch, self._pool, optimizer)
+            handle = api.begin(self._saver, location, take, step, epoch, self._pool, optimizer)
             self._handle = handle
             self._watch.begin(handle)
         else:
-            self._saver.save(location, captured, step, epoch)
+            self._saver.save(location, take, step, epoch)
         self._last = step
         self._schedule.saved(step)
         return self._handle if in_background else None
@@ -276,8 +276,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            if self._pool is not None:
-                self._pool.trim()
+            self._pool.trim()
 
     def __enter__(self) -> Self:
         return self

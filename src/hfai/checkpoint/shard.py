@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfai.checkpoint.format import ALIGNMENT, CHUNK, Layout, Slice, digest
-from hfai.checkpoint.parts import Part, bytes_of, is_readable
+from hfai.checkpoint.parts import Part, bytes_of, flat_bytes, is_readable
 from hfai.checkpoint.plan import Planned
 
 SEGMENT = 32 << 20  # bytes of a buffer; 32 MiB keep a GPU's copy engine busy between two calls
@@ -169,7 +169,7 @@ def copy_range(local: Tensor, start: int, length: int, out: Tensor) -> None:
             return
         local, first = local[row:last], first - row * width
     flat = local.reshape(-1)[first : first + count]
-    out.copy_(flat.contiguous().view(torch.uint8), non_blocking=True)
+    out.copy_(flat_bytes(flat.contiguous()), non_blocking=True)
 
 
 _ZEROS = memoryview(bytes(ALIGNMENT))
