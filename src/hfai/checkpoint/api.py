@@ -15,9 +15,8 @@ from hfai.checkpoint import state
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.handle import SaveHandle
 from hfai.checkpoint.loading import load_values
-from hfai.checkpoint.parts import find_aliases
 from hfai.checkpoint.peers import TIMEOUT, Peers
-from hfai.checkpoint.saver import Saver
+from hfai.checkpoint.saver import Saver, Take
 from hfai.checkpoint.staging import HostPool
 from hfai.checkpoint.storage import Location, PathLike, locate
 
@@ -81,10 +80,14 @@ def save(
         OSError: This rank could not write.
     """
     saver = _saver(group, threads, timeout)
-    captured = state.capture(
-        model, optimizer, scheduler, scaler, others, per_rank, rng, saver.peers.rank
-    )
-    saver.save(locate(path, storage), captured, step, epoch)
+    location = locate(path, storage)
+
+    def take() -> state.Captured:
+        return state.capture(
+            model, optimizer, scheduler, scaler, others, per_rank, rng, saver.peers.rank
+        )
+
+    saver.save(location, take, step, epoch)
 
 
 def save_async(
@@ -110,7 +113,7 @@ def save_async(
 
     The state is copied to buffers of the host, chunk by chunk and from GPUs on a stream of their
     own, and written from there by threads. The optimizer's next step waits until the copies are
-    made; whoever changes parameters otherwise calls `wait_staged` of the handle before. Without a
+    made, and a save that is running is waited for first; whoever changes parameters otherwise calls `wait_staged` of the handle before. Without a
     torch optimizer that can wait, the call itself returns when they are made.
 
     Args:
@@ -136,24 +139,28 @@ def save_async(
         A handle; `wait` raises what went wrong.
 
     Raises:
-        CheckpointError: A save of the same group is running.
+        CheckpointError: Another rank could not begin.
         StateMismatchError: As for `save`.
         TypeError: As for `save`.
         OSError: This rank could not begin.
     """
     saver = _saver(group, threads, timeout)
-    captured = state.capture(
-        model, optimizer, scheduler, scaler, others, per_rank, rng, saver.peers.rank
-    )
+    location = locate(path, storage)
+
+    def take() -> state.Captured:
+        return state.capture(
+            model, optimizer, scheduler, scaler, others, per_rank, rng, saver.peers.rank
+        )
+
     if pool is None:
-        pool = HostPool(host_budget, pinned=is_on_gpu(captured.tensors))
-    return begin(saver, locate(path, storage), captured, step, epoch, pool, optimizer)
+        pool = HostPool(host_budget)
+    return begin(saver, location, take, step, epoch, pool, optimizer)
 
 
 def begin(
     saver: Saver,
     location: Location,
-    captured: state.Captured,
+    take: Take,
     step: int | None,
     epoch: int | None,
     pool: HostPool,
@@ -161,27 +168,45 @@ def begin(
 ) -> SaveHandle:
     """Start a save in the background; see `save_async`."""
     optimizers = state.as_list(optimizer, "optimizer") or []
-    guarded = bool(optimizers) and all(isinstance(one, torch.optim.Optimizer) for one in optimizers)
-    aliases = find_aliases(captured.tensors)
-    loose = [
-        name
-        for name in captured.tensors
-        if name in captured.primary or not name.startswith(("model/", "optimizer/"))
-    ]
-    size = sum(captured.tensors[n].nbytes for n in loose if n not in aliases)
-    if guarded and size <= _SMALL:
-        # Buffers and the user's tensors may change before the optimizer's next step.
-        for name in loose:
-            if name not in aliases:
-                captured.tensors[name] = captured.tensors[name].detach().clone()
-    elif loose:
-        guarded = False
-    handle = saver.save_async(location, captured, step, epoch, pool)
+    can_wait = bool(optimizers) and all(isinstance(o, torch.optim.Optimizer) for o in optimizers)
+    guarded = False
+
+    def take_loose() -> state.Captured:
+        nonlocal guarded
+        captured = take()
+        pool.pin(any(tensor.is_cuda for tensor in captured.tensors.values()))
+        guarded = can_wait and _copy_loose(captured)
+        return captured
+
+    handle = saver.save_async(location, take_loose, step, epoch, pool)
     if guarded:
         handle._guard(optimizers)
     else:
         handle.wait_staged()
     return handle
+
+
+def _copy_loose(captured: state.Captured) -> bool:
+    """Copy the tensors that may change before the optimizer's next step: buffers, the user's.
+
+    Returns:
+        Whether they were; if they are many, the caller waits until all is copied.
+    """
+    tensors = captured.tensors
+    loose = [
+        name
+        for name in tensors
+        if name in captured.primary or not name.startswith(("model/", "optimizer/"))
+    ]
+    if sum(tensors[name].nbytes for name in loose) > _SMALL:
+        return False
+    copies: dict[int, Tensor] = {}  # of a tensor with two names one
+    for name in loose:
+        tensor = tensors[name]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone()
+        tensors[name] = copies[id(tensor)]
+    return True
 
 
 def load(
@@ -270,11 +295,6 @@ def load_tensor(
         target = files.aliases().get(name, name)
         read(files, [Wanted(target, (0,) * out.ndim, out)], default_threads())
         return out
-
-
-def is_on_gpu(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether any tensor is on a CUDA device."""
-    return any(tensor.is_cuda for tensor in tensors.values())
 
 
 def default_threads() -> int:

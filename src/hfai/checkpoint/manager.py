@@ -13,7 +13,6 @@ A checkpoint's name has its step: step-00001200. Every call is made by all ranks
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoCh
 from hfai.checkpoint.handle import SaveHandle
 from hfai.checkpoint.loading import Loaded, load_into
 from hfai.checkpoint.peers import TIMEOUT, Peers
+from hfai.checkpoint.retention import step_name, step_of, to_remove
 from hfai.checkpoint.saver import Saver
 from hfai.checkpoint.schedule import Schedule, Watch
 from hfai.checkpoint.staging import HostPool
@@ -34,19 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ffrecord import StoreOptions
-
-_NAME = re.compile(r"step-(\d{8,})\Z")
-
-
-def step_name(step: int) -> str:
-    """Return the name of a step's checkpoint."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint's name; None where it is no such name."""
-    found = _NAME.match(name)
-    return int(found[1]) if found else None
 
 
 class CheckpointManager:
@@ -94,13 +81,12 @@ class CheckpointManager:
         self._location = locate(directory, storage)
         self._keep, self._keep_every = keep, keep_every
         self._asynchronous, self._busy = asynchronous, busy
-        self._budget = host_budget
         self._threads = threads or api.default_threads()
         self._peers = Peers(group, timeout)
         self._saver = Saver(self._peers, self._threads)
         self._schedule = Schedule(self._peers, every, minutes)
         self._watch = Watch(self._peers)
-        self._pool: HostPool | None = None
+        self._pool = HostPool(host_budget)
         self._handle: SaveHandle | None = None
         self._last: int | None = None
         self._resumes = 0
@@ -166,21 +152,21 @@ class CheckpointManager:
             return None
         if self._peers.rank == 0:
             self._location.sweep()
-        captured = state.capture(
-            model, optimizer, scheduler, scaler, others, per_rank, rng, self._peers.rank
-        )
+
+        def take() -> state.Captured:
+            return state.capture(
+                model, optimizer, scheduler, scaler, others, per_rank, rng, self._peers.rank
+            )
+
         location = self._location.child(step_name(step))
+        self._saver.after_commit = lambda: self._prune(step)
         in_background = self._asynchronous if asynchronous is None else asynchronous
         if in_background:
-            if self._pool is None:
-                self._pool = HostPool(self._budget, api.is_on_gpu(captured.tensors))
-            self._saver.after_commit = self._prune
-            handle = api.begin(self._saver, location, captured, step, epoch, self._pool, optimizer)
+            handle = api.begin(self._saver, location, take, step, epoch, self._pool, optimizer)
             self._handle = handle
             self._watch.begin(handle)
         else:
-            self._saver.after_commit = self._prune
-            self._saver.save(location, captured, step, epoch)
+            self._saver.save(location, take, step, epoch)
         self._last = step
         self._schedule.saved(step)
         return self._handle if in_background else None
@@ -290,8 +276,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            if self._pool is not None:
-                self._pool.trim()
+            self._pool.trim()
 
     def __enter__(self) -> Self:
         return self
@@ -314,13 +299,13 @@ class CheckpointManager:
         if self._handle is not None and self._watch.has_ended():
             self.wait()
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
         """Remove what is not kept; rank 0 does, behind a commit."""
         if self._keep is None:
             return
-        for step in self.steps()[: -self._keep]:
-            if self._keep_every is None or step % self._keep_every:
-                self._location.child(step_name(step)).remove()
+        names = self._location.children()
+        for name in to_remove(names, self._keep, self._keep_every, newest):
+            self._location.child(name).remove()
 
     def _agree_on_steps(self, step: int | None) -> list[int]:
         """Return the steps to try, as rank 0 sees them."""

@@ -45,13 +45,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def part_of(name: str, tensor: Tensor) -> Part | None:
-    """Return this process's part of a tensor; None where it has none.
+def need_stored(name: str, tensor: Tensor) -> None:
+    """Refuse tensors of kinds that are not stored.
 
     Raises:
-        TypeError: The tensor is of a kind that is not stored.
-        StateMismatchError: Its shards are no boxes, or still to be summed.
+        TypeError: It is of one.
     """
+    if type(tensor) not in _PLAIN and not is_dtensor(tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise TypeError(
+            f"{name} is a {kind}: of torch.Tensor's subclasses only DTensor is stored; give plain "
+            "tensors (FSDP2 and tensor parallelism have DTensors, FSDP1 does not; lazy modules "
+            "need a first batch)"
+        )
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPES:
         raise TypeError(f"{name} is of {tensor.dtype}, which is not stored: convert it")
@@ -59,17 +65,20 @@ def part_of(name: str, tensor: Tensor) -> Part | None:
         raise TypeError(f"{name} is {tensor.layout}, which is not stored: make it dense")
     if tensor.is_meta:
         raise TypeError(f"{name} is on the meta device and has no values: load or initialise it")
+
+
+def part_of(name: str, tensor: Tensor) -> Part | None:
+    """Return this process's part of a tensor that is stored; None where it has none.
+
+    Raises:
+        StateMismatchError: Its shards are no boxes, or still to be summed.
+    """
+    dtype = dtype_name(tensor.dtype)
     if type(tensor) in _PLAIN:
         zeros = (0,) * tensor.ndim
         shape = tuple(tensor.shape)
         return Part(name, dtype, shape, zeros, shape, tensor.detach(), None)
-    if is_dtensor(tensor):
-        return _part_of_dtensor(name, dtype, tensor)
-    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-    raise TypeError(
-        f"{name} is a {kind}: of torch.Tensor's subclasses only DTensor is stored; "
-        "give plain tensors (FSDP2 and tensor parallelism have DTensors, FSDP1 does not)"
-    )
+    return _part_of_dtensor(name, dtype, tensor)
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -124,8 +133,16 @@ def bytes_of(local: Tensor) -> memoryview:
     """
     if local.numel() == 0:
         return memoryview(b"")
-    flat: Any = local.detach().reshape(-1).view(torch.uint8).numpy()
+    flat: Any = flat_bytes(local.detach()).numpy()
     return memoryview(flat)
+
+
+def flat_bytes(local: Tensor) -> Tensor:
+    """Return a contiguous tensor as one row of bytes, a view of it."""
+    flat = local.reshape(-1)
+    if flat.numel() == 1:  # contiguous by torch's definition, whatever its stride is
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
 
 
 def local_of(tensor: Any) -> Any:

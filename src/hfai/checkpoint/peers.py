@@ -51,12 +51,24 @@ class Peers:
                 raise ValueError("this process is no rank of the group: only its ranks call this")
         self._local: dict[str, bytes] = {}
         if self.world > 1:
-            found, name = _store_of(group)
-            # Weak: a store that outlives its group keeps its port.
-            self._ref = weakref.ref(found)
-            with _lock:
-                _uses[name] = use = _uses.get(name, 0) + 1
-            self._prefix = f"hfai-checkpoint/{name}/{use}/"
+            self._use(*_store_of(group))
+
+    @classmethod
+    def of_store(cls, store: Any, rank: int, world: int, timeout: float = TIMEOUT) -> Peers:
+        """Return ranks that share a store and are no process group; the caller keeps the store."""
+        peers = cls.__new__(cls)
+        peers.timeout, peers.rank, peers.world = timeout, rank, world
+        peers._local, peers._ref = {}, None
+        if world > 1:
+            peers._use(store, "store")
+        return peers
+
+    def _use(self, store: Any, name: str) -> None:
+        # Weak: a store that outlives its group keeps its port.
+        self._ref = weakref.ref(store)
+        with _lock:
+            _uses[name] = use = _uses.get(name, 0) + 1
+        self._prefix = f"hfai-checkpoint/{name}/{use}/"
 
     @property
     def _store(self) -> Any:

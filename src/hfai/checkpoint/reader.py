@@ -19,8 +19,8 @@ from torch import Tensor
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.errors import DamagedCheckpointError
 from hfai.checkpoint.format import DTYPES, Index, Slice, digest, hash_of
+from hfai.checkpoint.parallel import in_threads
 from hfai.checkpoint.parts import box, bytes_of, intersect, is_readable, is_run, linear
-from hfai.checkpoint.shard import in_threads
 
 _BAND = 16 << 20  # bytes of a buffer, more or less
 _BATCH = 1 << 20  # bytes of small tensors that are read by one call

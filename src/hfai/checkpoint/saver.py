@@ -43,13 +43,15 @@ from hfai.checkpoint.format import (
     shard_name,
 )
 from hfai.checkpoint.handle import SaveHandle
-from hfai.checkpoint.parts import Part, find_aliases, part_of
+from hfai.checkpoint.parts import Part, find_aliases, need_stored, part_of
 from hfai.checkpoint.peers import Peers
 from hfai.checkpoint.plan import Planned, plan
 from hfai.checkpoint.staging import HostPool
 from hfai.checkpoint.state import Captured
 from hfai.checkpoint.storage import Location, Writer
 
+# Gives the state that is to be saved.
+Take = Callable[[], Captured]
 _PRIVATE = "rank/"  # begins the names of tensors that belong to one rank
 
 
@@ -92,29 +94,34 @@ class Saver:
         self._signature: Any = None
         self._planned: list[Planned] = []
         self._alike = True
+        self._running: SaveHandle | None = None
         self.after_commit: Callable[[], None] = lambda: None
 
-    def save(
-        self, location: Location, captured: Captured, step: int | None, epoch: int | None
-    ) -> None:
+    def save(self, location: Location, take: Take, step: int | None, epoch: int | None) -> None:
         """Write a checkpoint; return when it is there.
+
+        Args:
+            location: Where.
+            take: Gives the state; if it raises, the save fails on all ranks.
+            step: Of the training.
+            epoch: Of the training.
 
         Raises:
             CheckpointError: It could not be written, on this rank or another.
         """
-        prepared = self._prepare(location, captured, step, epoch)
+        prepared = self._prepare(location, take, step, epoch)
         self._complete(prepared, lambda: write.directly(prepared, self.threads))
 
     def save_async(
         self,
         location: Location,
-        captured: Captured,
+        take: Take,
         step: int | None,
         epoch: int | None,
         pool: HostPool,
     ) -> SaveHandle:
         """Begin to write a checkpoint; return the handle, perhaps before the state is copied."""
-        prepared = self._prepare(location, captured, step, epoch)
+        prepared = self._prepare(location, take, step, epoch)
         handle = SaveHandle(location.path)
         staging = write.Staging(prepared, self.threads, pool, handle)
 
@@ -130,18 +137,24 @@ class Saver:
             held = None
             handle._end(error)
 
+        self._running = handle
         # No daemon: a script that ends waits for it.
         threading.Thread(target=run, name="hfai-checkpoint").start()
         return handle
 
     def _prepare(
-        self, location: Location, captured: Captured, step: int | None, epoch: int | None
+        self, location: Location, take: Take, step: int | None, epoch: int | None
     ) -> Prepared:
-        """Decide what this rank writes."""
+        """Decide what this rank writes, when a save that is running has ended."""
+        if self._running is not None:
+            self._running._done.wait()
         self._number += 1
         number = self._number
+        generation = f"{self._agree_on_token()}{number:06x}"
         try:
-            generation = f"{self._agree_on_token()}{number:06x}"
+            captured = take()
+            for name, tensor in captured.tensors.items():
+                need_stored(name, tensor)
             aliases = find_aliases(captured.tensors)
             names = [name for name in captured.tensors if name not in aliases]
             parts = [part_of(name, captured.tensors[name]) for name in names]
@@ -190,6 +203,9 @@ class Saver:
             return lambda name: (1, 0, "")
         keys = [f"{number}/names/{peer}" for peer in range(world)]
         found = self.peers.wait(keys, f"save {number}")
+        for peer, text_of in enumerate(found):
+            if text_of == b"failed":
+                self.peers.wait([f"{number}/done/{peer}"], "fail", _raise_error)
         if b"same" in found:
             raise StateMismatchError(
                 f"names or shapes changed on rank {rank} since the save before, and not on rank "
@@ -292,7 +308,11 @@ class Saver:
         """Tell the other ranks, as far as that can still be done."""
         text = f"rank {self.peers.rank}: {type(error).__name__}: {error}"
         try:
+            self._signature = None  # so that all ranks tell each other all names again
             if self.peers.world > 1:
+                said = f"{number}/names/{self.peers.rank}"
+                if not self.peers.has(said):
+                    self.peers.set(said, b"failed")
                 self.peers.set(
                     f"{number}/done/{self.peers.rank}", json.dumps({"error": text}).encode()
                 )

@@ -7,19 +7,17 @@ from a buffer of the pool that they are copied to.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfai.checkpoint.format import ALIGNMENT, CHUNK, Layout, Slice, digest
-from hfai.checkpoint.parts import Part, bytes_of, is_readable
+from hfai.checkpoint.parts import Part, bytes_of, flat_bytes, is_readable
 from hfai.checkpoint.plan import Planned
 
 SEGMENT = 32 << 20  # bytes of a buffer; 32 MiB keep a GPU's copy engine busy between two calls
-Item = TypeVar("Item")
 
 
 class Piece(NamedTuple):
@@ -171,37 +169,7 @@ def copy_range(local: Tensor, start: int, length: int, out: Tensor) -> None:
             return
         local, first = local[row:last], first - row * width
     flat = local.reshape(-1)[first : first + count]
-    out.copy_(flat.contiguous().view(torch.uint8), non_blocking=True)
+    out.copy_(flat_bytes(flat.contiguous()), non_blocking=True)
 
 
-def in_threads(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
-    """Call `work` with each item, in several threads, the calling one among them.
-
-    The first exception ends all and is raised.
-    """
-    source, lock = iter(items), threading.Lock()
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        while not failed:
-            try:
-                with lock:
-                    item = next(source, _END)
-                if item is _END:
-                    return
-                work(item)  # type: ignore[arg-type]
-            except BaseException as error:
-                failed.append(error)
-
-    helpers = [threading.Thread(target=run, daemon=True) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
-    run()
-    for helper in helpers:
-        helper.join()
-    if failed:
-        raise failed[0]
-
-
-_END = object()
 _ZEROS = memoryview(bytes(ALIGNMENT))

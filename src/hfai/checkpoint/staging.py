@@ -22,21 +22,28 @@ class HostPool:
 
     Args:
         budget: Bytes of all buffers together; at least two buffers are allowed.
-        pinned: Allocate page-locked memory, from which a GPU's copies run beside everything else.
 
     Attributes:
         allocated: Bytes of the buffers that exist.
     """
 
-    def __init__(self, budget: int, pinned: bool) -> None:
+    def __init__(self, budget: int) -> None:
         least = 2 * SEGMENT
         if budget < least:
             raise ValueError(f"host_budget is {budget}: give at least {least} bytes, two buffers")
         self._most = budget // SEGMENT
-        self._pinned = pinned
+        self._pinned = False
         self._free: list[Tensor] = []
         self._made = 0
         self._changed = threading.Condition()
+
+    def pin(self, wanted: bool) -> None:
+        """Make buffers page-locked from now on: to them a GPU copies beside everything else."""
+        with self._changed:
+            if wanted and not self._pinned:
+                self._pinned = True
+                self._made -= len(self._free)
+                self._free.clear()
 
     @property
     def allocated(self) -> int:

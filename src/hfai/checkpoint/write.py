@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hfai.checkpoint.format import shard_name
+from hfai.checkpoint.parallel import in_threads
 from hfai.checkpoint.parts import bytes_of
-from hfai.checkpoint.shard import SEGMENT, Segment, in_threads, segments
+from hfai.checkpoint.shard import SEGMENT, Segment, segments
 from hfai.checkpoint.staging import HostPool
 from hfai.checkpoint.storage import Sink
 
