@@ -12,8 +12,8 @@ a boundary only after it has raised the horizon beyond it; where the mark is the
 fails. So no rank has passed the horizon when the mark is set, however far some run ahead of others.
 
 Nobody waits for a rank that comes late, so ranks cannot deadlock: those that have agreed to nothing
-go on training. Only the first to know linger, a second at most, because a signal that goes to all
-ranks may then stop them at this boundary and not at the next.
+go on training. Only the first to know linger, for as long as a step takes and a second at most,
+because a signal that goes to all ranks may then stop them at this boundary and not at the next.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("hfai.client")
 LOOK_EVERY = 0.25  # seconds between two looks into the store: some 0.1 ms each
-LINGER = 1.0  # seconds, once
+LINGER = 1.0  # seconds at most, once
+_LEAST_LINGER = 0.02  # seconds, where steps are shorter
 # Ranks that have made no call this long after another's first will make none: in scripts of the
 # original only rank 0 asks.
 JOIN_PATIENCE = 30.0
@@ -43,7 +44,8 @@ class Agreement:
         store: That all ranks reach; it is not kept alive, since it keeps a port.
         rank: This rank.
         world_size: The number of ranks.
-        linger: Seconds that the first to know of a request wait for the others at a boundary.
+        linger: Seconds at most that the first to know of a request wait for the others at a
+            boundary.
         join_patience: Seconds after which ranks that have made no call are left out.
 
     Attributes:
@@ -73,6 +75,7 @@ class Agreement:
         store.add(f"{self._prefix}/joined", 1)
         self._joined_at = time.monotonic()
         self._boundary = 0
+        self._boundary_at = self._joined_at
         self._next_look = 0.0
         self._known_since: float | None = None
         self._horizon = ""
@@ -90,6 +93,8 @@ class Agreement:
             TimeoutError: A rank has not come to a boundary since; it is named.
         """
         self._boundary += 1
+        now = time.monotonic()
+        self._step_seconds, self._boundary_at = now - self._boundary_at, now
         if self.stop_at is None and not self._store_failed:
             try:
                 if self._known_since is not None or self._is_asked(heard):
@@ -156,8 +161,9 @@ class Agreement:
         if is_first and self.stop_at is None:
             self._store.set(f"{self._prefix}/ready/{self.rank}", "")
             self._store.add(f"{self._prefix}/ready", 1)
-        now = time.monotonic()
-        until = now + self._linger if is_first else now
+        until = time.monotonic()
+        if is_first:
+            until += min(self._linger, max(self._step_seconds, _LEAST_LINGER))
         while self.stop_at is None:
             if self._all_are_ready():
                 self._set_mark()

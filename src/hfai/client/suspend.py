@@ -59,8 +59,8 @@ def receive_suspend_command(timeout: float = 500, raise_exception: bool = False)
     A request is SIGTERM, SIGUSR1, or a file with the name that the environment variable
     HFAI_SUSPEND_FILE gives. One rank that hears it is enough. Where torch.distributed has several
     ranks, all call this at the same step boundaries; all get True at the same one, the first or
-    second that they come to together, and from then on. No call waits for another rank for more
-    than a second, and that only once. Ranks that never call it are left out.
+    second that they come to together, and from then on. No call waits for another rank for longer
+    than a step takes or a second, and that only once. Ranks that never call it are left out.
 
     In a loader's worker process it is always False.
 
