@@ -29,11 +29,13 @@ STEPS = EPOCHS * RECORDS // BATCH
 
 
 class Rows(Dataset):
-    """Rows of numbers, with noise that is drawn where they are read: in the training process."""
+    """Rows of numbers, with noise that is drawn where they are read."""
+
+    noise = 0.1
 
     def process(self, indices: list[int], data: list[Any]) -> list[torch.Tensor]:
         rows = [torch.from_numpy(np.frombuffer(record, np.float32).copy()) for record in data]
-        return [row + 0.1 * torch.randn(WIDTH) for row in rows]
+        return [row + self.noise * torch.randn(WIDTH) for row in rows]
 
 
 def write_rows(path: Path) -> Path:
@@ -47,7 +49,9 @@ def write_rows(path: Path) -> Path:
 class Training:
     """Dropout, AdamW, a schedule, a scaler and a loader, with or without ranks."""
 
-    def __init__(self, rows: Path, directory: Path, ranks: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, rows: Path, directory: Path, ranks: int = 1, rank: int = 0, workers: int = 0
+    ) -> None:
         torch.manual_seed(5 + rank)
         np.random.seed(rank)
         inner = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1))
@@ -56,9 +60,10 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
         dataset = Rows(rows)
-        self.loader = DataLoader(
-            dataset, batch_sampler=GlobalBatchSampler(dataset, BATCH, rank=rank, world_size=ranks)
-        )
+        if workers:
+            dataset.noise = 0.0  # drawn in a worker it is not that of an unbroken run
+        sampler = GlobalBatchSampler(dataset, BATCH, rank=rank, world_size=ranks)
+        self.loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
         self.epoch, self.step, self.others = checkpoint.init(
             self.model,
             self.optimizer,
@@ -128,6 +133,14 @@ def test_a_suspended_training_has_the_losses_of_an_unbroken_one(
     assert training.epoch * RECORDS // BATCH + training.step == len(resumed)
     resumed += list(training.losses())
     assert resumed == unbroken
+
+
+def test_batches_that_workers_read_ahead_are_read_again(rows: Path, tmp_path: Path) -> None:
+    unbroken = list(Training(rows, tmp_path / "unbroken", workers=1).losses())
+    part, code = until_suspended(Training(rows, tmp_path / "resumed", workers=1), 13)
+    assert (len(part), code) == (13, 75)
+    client.stop_listening()
+    assert part + list(Training(rows, tmp_path / "resumed", workers=1).losses()) == unbroken
 
 
 def train_as_rank(rank: int, world: int, store: str, rows: Path, out: Path, part: str) -> None:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hfai import client
 from tests.client.scripts import end, output, running
 
 ASKS = (signal.SIGTERM, signal.SIGUSR1)
@@ -261,6 +263,60 @@ thread.join()
     assert (code, out) == (0, "heard\n")
     assert err.count("the first call came from the thread 'trainer'") == 1
     assert "call hfai.client.listen() there" in err
+
+
+def test_the_main_thread_hears_signals_from_its_first_call_on() -> None:
+    program = """
+import os, signal, threading
+import hfai.client
+thread = threading.Thread(target=hfai.client.receive_suspend_command)
+thread.start()
+thread.join()
+hfai.client.receive_suspend_command()
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print(hfai.client.receive_suspend_command())
+"""
+    with running(program) as process:
+        assert end(process)[:2] == (0, "True\n")
+
+
+def test_a_relative_control_file_stays_where_it_was(tmp_path: Path) -> None:
+    program = """
+import os, pathlib, sys
+os.chdir(sys.path[0] or ".")
+import hfai.client
+hfai.client.listen(file="suspend")
+os.chdir("/")
+print("ready", flush=True)
+sys.stdin.readline()
+print(hfai.client.receive_suspend_command())
+hfai.client.go_suspend()
+"""
+    (tmp_path / "suspend").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="\n", capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (75, "ready\nTrue\n")
+    assert not (tmp_path / "suspend").exists()
+
+
+@pytest.mark.parametrize(
+    ("signals", "error", "said"),
+    [
+        ([signal.SIGKILL], ValueError, "SIGKILL cannot be handled by any process"),
+        ([9999], ValueError, "9999 is no signal"),
+        (signal.SIGTERM, TypeError, "give several"),
+        ("SIGTERM", TypeError, "give several"),
+    ],
+)
+def test_what_is_no_signal_is_refused_in_words(
+    signals: Any, error: type[Exception], said: str
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(error, match=said):
+        client.listen(signals)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_clean_up_of_the_script_runs_on_leaving() -> None:

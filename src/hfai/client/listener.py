@@ -30,11 +30,18 @@ class Listener:
 
     Attributes:
         heard: What was heard first, in words, or None.
+
+    Raises:
+        TypeError: `signals` is one signal alone.
+        ValueError: One of them is no signal that a process can handle.
     """
 
     def __init__(self, signals: Iterable[signal.Signals], file: Path | None) -> None:
-        self.signals = tuple(signals)
-        self.file = file
+        if isinstance(signals, (int, str)):
+            raise TypeError(f"signals is {signals!r}: give several, such as [signal.SIGTERM]")
+        self.signals = tuple(_handleable(number) for number in signals)
+        # The script may change its directory.
+        self.file = file.absolute() if file is not None else None
         self.heard: str | None = None
         self._previous: dict[int, Any] = {}
         self._active = False
@@ -42,11 +49,7 @@ class Listener:
         self._file_failed = False
 
     def start(self) -> None:
-        """Handle the signals; handlers that were there are called too.
-
-        Raises:
-            ValueError: This is not the main thread, where alone Python lets one set handlers.
-        """
+        """Handle the signals; handlers that were there are called too. In the main thread only."""
         for number in self.signals:
             previous = signal.getsignal(number)
             if previous is None:
@@ -133,6 +136,16 @@ class Listener:
                 _log.warning("the control file cannot be looked at: %s", error)
             return False
         return True
+
+
+def _handleable(number: Any) -> signal.Signals:
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        raise ValueError(f"{number!r} is no signal: give signal.SIGTERM or the like") from None
+    if found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"{found.name} cannot be handled by any process: give another signal")
+    return found
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -46,7 +46,7 @@ class _State:
         self.inherited_group: weakref.ref[Any] | None = None
         self.told = False  # receive_suspend_command() has returned True
         self.is_worker = False
-        self.warned_of_thread = False
+        self.hears_signals = False
         self.hooks: ForkHooks | None = None
 
 
@@ -80,7 +80,7 @@ def receive_suspend_command(timeout: float = 500, raise_exception: bool = False)
     with _state.lock:
         if _state.is_worker:
             return False
-        if _state.listener is None:
+        if _state.listener is None or (not _state.hears_signals and _is_main_thread()):
             listen()
         assert _state.listener is not None
         heard = _state.listener.listen()
@@ -131,7 +131,7 @@ def go_suspend(timeout: float = 500, raise_exception: bool = False) -> None:
         _log.warning(
             "suspended (%s): exit code %d, which means start me again", reason, EXIT_SUSPENDED
         )
-    if threading.current_thread() is threading.main_thread():
+    if _is_main_thread():
         if listener is not None:
             atexit.register(listener.ignore)
         raise SystemExit(EXIT_SUSPENDED)
@@ -153,30 +153,32 @@ def listen(
     Args:
         signals: Signals that are requests; none: only the file is.
         file: The control file; None: what HFAI_SUSPEND_FILE says, if it is set.
+
+    Raises:
+        TypeError: `signals` is one signal alone.
+        ValueError: One of them is no signal that a process can handle.
     """
     if file is None:
         file = os.environ.get(FILE_VARIABLE) or None
     with _state.lock:
         if _state.is_worker:
             return
-        heard = None
+        listener = Listener(signals, Path(file) if file is not None else None)
         if _state.listener is not None:
-            heard = _state.listener.heard
+            listener.heard = _state.listener.heard
             _state.listener.stop()
-        _state.listener = Listener(signals, Path(file) if file is not None else None)
-        _state.listener.heard = heard
         if _state.hooks is None:
             _state.hooks = ForkHooks(_in_child)
-        try:
-            _state.listener.start()
-        except ValueError:
-            if not _state.warned_of_thread:
-                _state.warned_of_thread = True
-                _log.warning(
-                    "signals are not heard: the first call came from the thread %r, and Python "
-                    "lets only the main thread handle signals; call hfai.client.listen() there",
-                    threading.current_thread().name,
-                )
+        is_first = _state.listener is None
+        _state.listener, _state.hears_signals = listener, _is_main_thread()
+        if _state.hears_signals:
+            listener.start()
+        elif is_first:
+            _log.warning(
+                "signals are not heard yet: the first call came from the thread %r, and Python "
+                "lets only the main thread handle signals; call hfai.client.listen() there",
+                threading.current_thread().name,
+            )
 
 
 def stop_listening() -> None:
@@ -191,6 +193,10 @@ def stop_listening() -> None:
             _state.listener = None
         if _state.agreement is None:
             _state.told = False
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _agreement() -> Agreement | None:
