@@ -98,7 +98,7 @@ def test_an_index_of_a_newer_version_is_refused_in_words(saved: Path) -> None:
     body = (saved / "COMMIT").read_bytes().splitlines()[0].replace(b'"version":1', b'"version":2')
     record = body + b"\n"
     (saved / "COMMIT").write_bytes(record + xxhash.xxh3_64_hexdigest(record).encode() + b"\n")
-    with pytest.raises(checkpoint.CheckpointError, match="version 2 .* newer hfai"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"version 2 .* newer hfai"):
         checkpoint.load(saved)
 
 

@@ -113,8 +113,9 @@ def save_async(
 
     The state is copied to buffers of the host, chunk by chunk and from GPUs on a stream of their
     own, and written from there by threads. The optimizer's next step waits until the copies are
-    made, and a save that is running is waited for first; whoever changes parameters otherwise calls `wait_staged` of the handle before. Without a
-    torch optimizer that can wait, the call itself returns when they are made.
+    made, and a save that is running is waited for first; whoever changes parameters otherwise calls
+    `wait_staged` of the handle before. Without a torch optimizer that can wait, the call itself
+    returns when they are made.
 
     Args:
         path: As for `save`, and so are all others up to `timeout`.

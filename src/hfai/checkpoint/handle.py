@@ -38,6 +38,7 @@ class SaveHandle:
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} is not written after {timeout:g} s")
+        self._unguard()
         if self._error is not None:
             raise self._error
 
@@ -54,14 +55,17 @@ class SaveHandle:
         self._staged.wait()
         for event in self._events:
             event.wait()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _guard(self, optimizers: list[Any]) -> None:
         """Let optimizers wait before their next step."""
         wait = _as_hook(self.wait_staged)
         self._hooks = [optimizer.register_step_pre_hook(wait) for optimizer in optimizers]
+
+    def _unguard(self) -> None:
+        """Let optimizers go; not from their hooks, over which torch is iterating then."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _set_staged(self, events: list[Any]) -> None:
         self._events = events

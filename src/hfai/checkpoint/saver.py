@@ -148,6 +148,8 @@ class Saver:
         """Decide what this rank writes, when a save that is running has ended."""
         if self._running is not None:
             self._running._done.wait()
+            self._running._unguard()
+            self._running = None
         self._number += 1
         number = self._number
         generation = f"{self._agree_on_token()}{number:06x}"
