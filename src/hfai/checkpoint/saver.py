@@ -190,7 +190,7 @@ class Saver:
         text = "" if same else json.dumps(shared)
         if self.peers.world > 1:
             said = f"{number}/names/{self.peers.rank}"
-            self.peers.set(said, (b"same" if same else digest(text).encode()))
+            self.peers.set(said, b"same" if same else digest(text.encode()).encode())
         if same:
             return self._planned
         holders = self._meet(number, text, parts)
