@@ -1,7 +1,8 @@
 """A save killed before, after or within any of its calls to the file system harms nothing.
 
 The process counts its own calls and kills itself at one; each boundary has a process of its own, so
-none is left out in the long campaign. Then a new process must find the last checkpoint that was committed, whole.
+none is left out in the long campaign. Then a new process must find the last checkpoint that was
+committed, whole.
 """
 
 from __future__ import annotations
