@@ -139,7 +139,8 @@ class Saver:
 
         self._running = handle
         # No daemon: a script that ends waits for it.
-        threading.Thread(target=run, name="hfai-checkpoint").start()
+        handle._thread = threading.Thread(target=run, name="hfai-checkpoint")
+        handle._thread.start()
         return handle
 
     def _prepare(
