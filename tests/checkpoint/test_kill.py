@@ -1,13 +1,17 @@
 """A save killed before, after or within any of its calls to the file system harms nothing.
 
 The process counts its own calls and kills itself at one; each boundary has a process of its own, so
-none is left out. Then a new process must find the last checkpoint that was committed, whole.
+none is left out in the long campaign. Then a new process must find the last checkpoint that was
+committed, whole.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,17 +30,40 @@ from hfai.checkpoint.storage import local
 from hfai.checkpoint.verify import verify
 
 CALLS = ("mkdir", "open", "pwritev", "pwrite", "fsync", "rename", "unlink", "rmdir", "close")
-# Every boundary of two ranks: HFAI_CHECKPOINT_KILLS=all pytest --timeout=0 tests/checkpoint/test_kill.py
+# Every boundary, on the disk; without it every third, and of two ranks every eleventh:
+# HFAI_CHECKPOINT_KILLS=all pytest --timeout=0 tests/checkpoint/test_kill.py
 ALL = os.environ.get("HFAI_CHECKPOINT_KILLS") == "all"
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
-    # The second is of several segments' chunks, the last are packed.
+    # The second has two chunks.
     return {
         "a": torch.full((3000,), value),
-        "b": torch.full((2_200_000,), value),
+        "b": torch.full((1_100_000,), value),
         "c": torch.full((5,), value),
     }
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: hundreds of saves flush their files.
+
+    A killed process loses nothing that a disk would keep.
+    """
+    if ALL or not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="hfai-kill-", dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let torch start no threads, which a forked child would wait for in vain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Counter:
@@ -89,7 +116,8 @@ def committed(directory: Path) -> list[float]:
     for name in locate(directory).children():
         with CheckpointFiles(directory / name) as files:
             assert verify(files, 1) == []
-        values = {float(v) for t in checkpoint.load(directory / name)["model"].values() for v in t}
+        tensors = checkpoint.load(directory / name)["model"].values()
+        values = {float(tensor[at]) for tensor in tensors for at in (0, -1)}
         assert len(values) == 1, "a checkpoint of two saves"
         found.append(values.pop())
     return found
@@ -119,15 +147,16 @@ def save_over(directory: Path, value: float) -> None:
 
 @pytest.mark.parametrize("save", [save_step, save_over])
 def test_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(
-    save: Callable[[Path, float], None], tmp_path: Path
+    save: Callable[[Path, float], None], place: Path
 ) -> None:
-    trial = tmp_path / "trial"
+    trial = place / "trial"
     save(trial, 1.0)
     count = boundaries(trial, lambda directory: save(directory, 2.0))
     assert count > 30
     outcomes = set()
-    for at in range(count):
-        directory = tmp_path / f"at{at}"
+    first = random.randrange(3)
+    for at in range(count) if ALL else range(first, count, 3):
+        directory = place / f"at{at}"
         save(directory, 1.0)
 
         def work(at: int = at, directory: Path = directory) -> None:
@@ -145,6 +174,7 @@ def test_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(
         assert [name for name in os.listdir(directory) if name.startswith(".")] == []
         save(directory, 3.0)
         assert committed(directory)[-1] == 3.0
+        shutil.rmtree(directory)
     assert outcomes == {1.0, 2.0}, "some kills come before the commit and some behind it"
 
 
@@ -162,32 +192,32 @@ def ranks_saving(directory: Path, store: Path, rank: int, counter: Counter) -> N
 
 
 def _kills(count: int) -> Iterator[int]:
-    yield from range(count) if ALL else range(0, count, 9)
+    yield from range(count) if ALL else range(0, count, 11)
 
 
 def test_a_rank_killed_at_any_boundary_leaves_the_old_checkpoint_or_a_whole_new_one(
-    tmp_path: Path,
+    place: Path,
 ) -> None:
     counts = []
     for rank in range(2):
-        report, store = tmp_path / f"count{rank}", tmp_path / f"store{rank}"
+        report, store = place / f"count{rank}", place / f"store{rank}"
 
         def count(rank: int = rank, report: Path = report, store: Path = store) -> None:
             counter = Counter(-1)
-            ranks_saving(tmp_path / f"trial{rank}", store, rank, counter)
+            ranks_saving(place / f"trial{rank}", store, rank, counter)
             report.write_text(str(counter.count))
 
         other = os.fork()
         if other == 0:
-            ranks_saving(tmp_path / f"trial{rank}", store, 1 - rank, Counter(-1))
+            ranks_saving(place / f"trial{rank}", store, 1 - rank, Counter(-1))
             os._exit(0)
         assert in_child(count) == 0
         assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 0
         counts.append(int(report.read_text()))
-        assert committed(tmp_path / f"trial{rank}") == [2.0]
+        assert committed(place / f"trial{rank}") == [2.0]
     for rank, count_of in enumerate(counts):
         for at in _kills(count_of):
-            directory, store = tmp_path / f"r{rank}at{at}", tmp_path / f"s{rank}at{at}"
+            directory, store = place / f"r{rank}at{at}", place / f"s{rank}at{at}"
             save_step(directory, 1.0)
             survivor = os.fork()
             if survivor == 0:
@@ -203,7 +233,8 @@ def test_a_rank_killed_at_any_boundary_leaves_the_old_checkpoint_or_a_whole_new_
             def work(rank: int = rank, at: int = at, d: Path = directory, s: Path = store) -> None:
                 ranks_saving(d, s, rank, Counter(at))
 
-            assert in_child(work) == -signal.SIGKILL
+            # How often a rank looks at a file depends on the other: the last may not be reached.
+            assert in_child(work) in (-signal.SIGKILL, 0)
             code = os.waitstatus_to_exitcode(os.waitpid(survivor, 0)[1])
             found = committed(directory)
             assert found in ([1.0], [1.0, 2.0])

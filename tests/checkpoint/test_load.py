@@ -194,8 +194,8 @@ class TestMismatches:
         optimizer = torch.optim.SGD(model.parameters())
         with pytest.raises(checkpoint.StateMismatchError, match=r"0 optimizer\(s\), and 1"):
             checkpoint.load_into(path, model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         with pytest.raises(checkpoint.StateMismatchError, match="not in the checkpoint: scheduler"):
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
             checkpoint.load_into(path, model, scheduler=scheduler)
 
 

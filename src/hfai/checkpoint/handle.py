@@ -21,6 +21,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._events: list[Any] = []  # of GPUs' streams, behind the last copy from each
         self._hooks: list[Any] = []
+        self._thread: threading.Thread | None = None
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -39,6 +40,8 @@ class SaveHandle:
         if not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} is not written after {timeout:g} s")
         self._unguard()
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
 

@@ -139,7 +139,8 @@ class Saver:
 
         self._running = handle
         # No daemon: a script that ends waits for it.
-        threading.Thread(target=run, name="hfai-checkpoint").start()
+        handle._thread = threading.Thread(target=run, name="hfai-checkpoint")
+        handle._thread.start()
         return handle
 
     def _prepare(
@@ -190,7 +191,7 @@ class Saver:
         text = "" if same else json.dumps(shared)
         if self.peers.world > 1:
             said = f"{number}/names/{self.peers.rank}"
-            self.peers.set(said, (b"same" if same else digest(text.encode()).encode()))
+            self.peers.set(said, b"same" if same else digest(text.encode()).encode())
         if same:
             return self._planned
         holders = self._meet(number, text, parts)
