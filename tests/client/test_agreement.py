@@ -141,6 +141,16 @@ def test_a_rank_that_comes_to_no_boundary_is_named_after_the_timeout() -> None:
     assert 0.2 < time.monotonic() - start < 2
 
 
+def test_a_rank_that_goes_on_after_the_timeout_still_stops_with_the_others() -> None:
+    store = dist.HashStore()
+    early, late = Agreement(store, 0, 2, linger=0.0), Agreement(store, 1, 2)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            early.at_boundary("SIGTERM", 1e-9)
+    assert [late.at_boundary(None, 60.0) for _ in range(3)] == [False, False, True]
+    assert early.at_boundary(None, 60.0)
+
+
 def test_a_store_that_has_gone_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
     server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=2))
     client = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=2))

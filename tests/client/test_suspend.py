@@ -164,6 +164,38 @@ print("not reached")
     assert code == -signal.SIGTERM
 
 
+def test_listening_again_keeps_what_was_heard_and_every_handler_below() -> None:
+    program = """
+import os, signal, threading
+import hfai.client
+first = signal.getsignal(signal.SIGTERM)
+hfai.client.listen()
+ours = signal.getsignal(signal.SIGTERM)
+def theirs(number, frame): print("theirs", flush=True); ours(number, frame)
+signal.signal(signal.SIGTERM, theirs)
+hfai.client.listen()
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+hfai.client.listen([signal.SIGUSR1])
+print(signal.getsignal(signal.SIGTERM) is theirs, hfai.client.receive_suspend_command())
+thread = threading.Thread(target=hfai.client.listen)
+thread.start(); thread.join()
+os.kill(os.getpid(), signal.SIGUSR1)
+thread = threading.Thread(target=hfai.client.stop_listening)
+thread.start(); thread.join()
+hfai.client.listen()
+print(hfai.client.receive_suspend_command(), flush=True)
+os.kill(os.getpid(), signal.SIGUSR1)
+print(hfai.client.receive_suspend_command(), flush=True)
+hfai.client.stop_listening()
+print(signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, flush=True)
+"""
+    with running(program) as process:
+        code, out, _ = end(process)
+    assert out.splitlines() == ["theirs", "True True", "False", "True", "True"]
+    assert code == 0
+
+
 def test_an_exception_of_the_earlier_handler_goes_its_way_and_the_request_stays() -> None:
     program = """
 import os, signal

@@ -172,10 +172,11 @@ class Agreement:
             else:
                 time.sleep(_PAUSE)
         if self.stop_at is None:
+            self._raise_horizon(self._boundary + 1)
+        if self.stop_at is None:
             assert self._known_since is not None
             if time.monotonic() - self._known_since > timeout:
                 raise TimeoutError(self._name_missing(timeout))
-            self._raise_horizon(self._boundary + 1)
 
     def _raise_horizon(self, boundary: int) -> None:
         """Raise the horizon to `boundary` at least, or learn that it is settled."""

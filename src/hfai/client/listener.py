@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 _log = logging.getLogger("hfai.client")
 FILE_EVERY = 0.5  # seconds between two looks at the control file
@@ -36,6 +37,9 @@ class Listener:
         ValueError: One of them is no signal that a process can handle.
     """
 
+    # The one whose handlers take notes, of all in this process.
+    _listening: ClassVar[Listener | None] = None
+
     def __init__(self, signals: Iterable[signal.Signals], file: Path | None) -> None:
         if isinstance(signals, (int, str)):
             raise TypeError(f"signals is {signals!r}: give several, such as [signal.SIGTERM]")
@@ -44,14 +48,17 @@ class Listener:
         self.file = file.absolute() if file is not None else None
         self.heard: str | None = None
         self._previous: dict[int, Any] = {}
-        self._active = False
         self._next_look = 0.0
         self._file_failed = False
 
     def start(self) -> None:
         """Handle the signals; handlers that were there are called too. In the main thread only."""
+        Listener._listening = self
         for number in self.signals:
             previous = signal.getsignal(number)
+            owner = getattr(previous, "__self__", None)
+            if isinstance(owner, Listener):  # it stops as this one starts
+                previous = owner._previous[number]
             if previous is None:
                 _log.warning(
                     "%s is handled by native code, which Python cannot put back: it is left "
@@ -59,17 +66,20 @@ class Listener:
                     number.name,
                 )
                 continue
-            signal.signal(number, self._on_signal)
             self._previous[number] = previous
-            self._active = True
+            signal.signal(number, self._on_signal)
 
     def stop(self) -> None:
-        """Put the handlers back that were there; one that was set later stays on top."""
-        self._active = False
-        for number, previous in list(self._previous.items()):
+        """Put the handlers back that were there; one that was set later stays on top.
+
+        In a thread other than the main one handlers stay, and only pass signals on.
+        """
+        self._be_deaf()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous)
-                del self._previous[number]
 
     def ignore(self) -> None:
         """Ignore the signals, for the last moments of a process that has saved and ends.
@@ -88,12 +98,11 @@ class Listener:
         by which its parent may end it; others are requests that it ignores. By a handler, since
         what is ignored in itself stays so in programs that the child starts.
         """
-        self._active = False
+        self._be_deaf()
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
                 is_request_alone = previous == signal.SIG_DFL and number != signal.SIGTERM
                 signal.signal(number, _ignore if is_request_alone else previous)
-        self._previous.clear()
 
     def listen(self) -> str | None:
         """Return what was heard, after a look at the control file where it is time for one."""
@@ -115,15 +124,19 @@ class Listener:
             _log.warning("%s; remove it, or the next run suspends at once", error)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._active and self.heard is None:
+        if Listener._listening is self and self.heard is None:
             self.heard = signal.Signals(number).name
         previous = self._previous.get(number)
         if callable(previous):
             previous(number, frame)
-        elif not self._active and previous == signal.SIG_DFL:
-            # Someone has kept this handler to call it, after listening had ended.
+        elif Listener._listening is None and previous == signal.SIG_DFL:
+            # Someone has kept this handler to call it, and nobody listens any more.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    def _be_deaf(self) -> None:
+        if Listener._listening is self:
+            Listener._listening = None
 
     def _file_is_there(self, file: Path) -> bool:
         try:

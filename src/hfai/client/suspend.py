@@ -58,9 +58,9 @@ def receive_suspend_command(timeout: float = 500, raise_exception: bool = False)
 
     A request is SIGTERM, SIGUSR1, or a file with the name that the environment variable
     HFAI_SUSPEND_FILE gives. One rank that hears it is enough. Where torch.distributed has several
-    ranks, all call this at the same step boundaries; all get True at the same one, the first or
-    second that they come to together, and from then on. No call waits for another rank for longer
-    than a step takes or a second, and that only once. Ranks that never call it are left out.
+    ranks, all call this at the same step boundaries; all get True at the same one, and from then
+    on. No call waits for another rank for longer than a step takes or a second, and that only once.
+    Ranks that never call it are left out.
 
     In a loader's worker process it is always False.
 
@@ -104,8 +104,9 @@ def heard() -> str | None:
 def go_suspend(timeout: float = 500, raise_exception: bool = False) -> None:
     """End this process with the exit code 75, which means: start me again.
 
-    Without a request that this process has heard or was told of it does nothing. It removes the
-    control file and waits for the other ranks to come here too, 10 s at most. In the main thread
+    It does nothing unless `receive_suspend_command` has returned True or, where this process is no
+    rank of several that agree, it has heard a request. It removes the control file and waits for
+    the other ranks to come here too, 10 s at most. In the main thread
     it raises SystemExit, so that the script's own clean-up runs; in another thread, where that
     would end the thread only, it flushes the standard streams and ends the process at once.
 
@@ -118,8 +119,8 @@ def go_suspend(timeout: float = 500, raise_exception: bool = False) -> None:
     """
     with _state.lock:
         listener, agreement = _state.listener, _state.agreement
-        if not _state.told and heard() is None:
-            _log.info("go_suspend(): nobody has asked to suspend, the process goes on")
+        if not _state.told and (agreement is not None or heard() is None):
+            _log.info("go_suspend(): there is no request to suspend, the process goes on")
             return
     reason = heard() or "a request"
     if listener is not None:
@@ -148,7 +149,8 @@ def listen(
 
     Call it before anything that takes long (the first step, making loader workers), so that a
     request which comes then is heard. Handlers that are there are called after ours. A signal that
-    was ignored is heard. Listening already, it changes nothing but what it listens for.
+    was ignored is heard. Listening already, it changes what is listened for; in a thread other than
+    the main one, only the file.
 
     Args:
         signals: Signals that are requests; none: only the file is.
@@ -163,22 +165,25 @@ def listen(
     with _state.lock:
         if _state.is_worker:
             return
-        listener = Listener(signals, Path(file) if file is not None else None)
-        if _state.listener is not None:
-            listener.heard = _state.listener.heard
-            _state.listener.stop()
+        listener, old = Listener(signals, Path(file) if file is not None else None), _state.listener
         if _state.hooks is None:
             _state.hooks = ForkHooks(_in_child)
-        is_first = _state.listener is None
-        _state.listener, _state.hears_signals = listener, _is_main_thread()
-        if _state.hears_signals:
-            listener.start()
-        elif is_first:
+        if not _is_main_thread():
+            if old is not None:  # what the main thread listens for stays
+                old.file = listener.file or old.file
+                return
             _log.warning(
                 "signals are not heard yet: the first call came from the thread %r, and Python "
                 "lets only the main thread handle signals; call hfai.client.listen() there",
                 threading.current_thread().name,
             )
+        else:
+            listener.start()  # before the old one stops: no signal falls in between
+            _state.hears_signals = True
+        if old is not None:
+            listener.heard = listener.heard or old.heard
+            old.stop()
+        _state.listener = listener
 
 
 def stop_listening() -> None:
@@ -190,7 +195,7 @@ def stop_listening() -> None:
     with _state.lock:
         if _state.listener is not None:
             _state.listener.stop()
-            _state.listener = None
+            _state.listener, _state.hears_signals = None, False
         if _state.agreement is None:
             _state.told = False
 
