@@ -142,7 +142,7 @@ def test_missing_credentials_are_a_permission_error_that_says_where_they_go(
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     nobody = {"metadata_endpoint": "http://127.0.0.1:9", "region": "here"}
-    with pytest.raises(PermissionError, match="AWS_ACCESS_KEY_ID.*access_key_id"):
+    with pytest.raises(PermissionError, match=r"AWS_ACCESS_KEY_ID.*access_key_id"):
         FileReader("s3://bucket/a/x.ffr", storage=StoreOptions(nobody, timeout=1))
 
 
