@@ -102,7 +102,12 @@ class CheckpointFiles:
             yield self.index((first + rank) % world)
 
     def state(self) -> dict[str, Any]:
-        """Return the content of state.json: "values", and whether they are all there is."""
+        """Return the content of state.json.
+
+        "values", and whether they are "complete", or more is in the indexes; of all tensors but
+        those of one rank alone type and shape in "tensors", and of rank 0's other names for the
+        same tensor in "aliases".
+        """
         if self._state is None:
             name = self.commit.prefix + STATE
             data, path = self._read_whole(name), self.path_of(name)
@@ -110,7 +115,9 @@ class CheckpointFiles:
                 state = json.loads(data)
                 if state["format"] != FORMAT or state["generation"] != self.commit.generation:
                     raise ValueError("it is of another save")
-                self._state = {"complete": state["complete"], "values": state["values"]}
+                self._state = {
+                    name: state[name] for name in ("complete", "values", "tensors", "aliases")
+                }
             except (KeyError, TypeError, ValueError, RecursionError) as error:
                 raise DamagedCheckpointError(f"{path}: {error}", path=path) from error
         return self._state
@@ -125,9 +132,11 @@ class CheckpointFiles:
 
     def aliases(self) -> dict[str, str]:
         """Return further names of tensors."""
-        found: dict[str, str] = {}
-        for index in self.indexes():
-            found.update(index.aliases)
+        state = self.state()
+        found: dict[str, str] = dict(state["aliases"])
+        if not state["complete"]:
+            for index in self.indexes():
+                found.update(index.aliases)
         return found
 
     def file(self, index: Index) -> File:

@@ -39,9 +39,18 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
 
 
-def tensor_infos(files: CheckpointFiles) -> dict[str, TensorInfo]:
-    """Return all tensors of a checkpoint, by name; other names of the same tensor too."""
-    found = {piece.name: _info(piece) for index in files.indexes() for piece in index.slices}
+def tensor_infos(files: CheckpointFiles, rank: int | None = None) -> dict[str, TensorInfo]:
+    """Return all tensors of a checkpoint, by name; other names of the same tensor too.
+
+    Args:
+        files: The checkpoint.
+        rank: Whose own tensors are among them; None: those of all ranks, which takes all indexes.
+    """
+    known = files.state()["tensors"]
+    found = {name: TensorInfo(dtype, tuple(shape)) for name, (dtype, shape) in known.items()}
+    ranks = range(files.commit.world) if rank is None else [rank] * (rank < files.commit.world)
+    for index in map(files.index, ranks):
+        found.update({piece.name: _info(piece) for piece in index.slices})
     for name, target in files.aliases().items():
         if target in found:
             found[name] = found[target]
@@ -71,7 +80,7 @@ def load_values(
         progress: Called with numbers of bytes.
     """
     values, own = encoded_values(files, rank)
-    infos, aliases = tensor_infos(files), files.aliases()
+    infos, aliases = tensor_infos(files, rank), files.aliases()
     made: dict[str, Tensor] = {}
 
     def fetch(name: str) -> Tensor:
@@ -231,7 +240,7 @@ def load_into(
     mine = this_rank() if rank is None else rank
     with CheckpointFiles(path, storage, verify) as files:
         values, own = encoded_values(files, mine)
-        infos, aliases = tensor_infos(files), files.aliases()
+        infos, aliases = tensor_infos(files, mine), files.aliases()
         places = Places(files.path, infos, aliases, strict, cast, torch.device(device or "cpu"))
         after: list[Callable[[tree.Fetch], None]] = []
         after += fill_model(model, values, places)

@@ -52,6 +52,7 @@ from hfai.checkpoint.storage import Location, Writer
 
 # Gives the state that is to be saved.
 Take = Callable[[], Captured]
+_FAILED = "the save failed on "
 _PRIVATE = "rank/"  # begins the names of tensors that belong to one rank
 
 
@@ -94,6 +95,7 @@ class Saver:
         self._signature: Any = None
         self._planned: list[Planned] = []
         self._alike = True
+        self._known: dict[str, list[Any]] = {}
         self._running: SaveHandle | None = None
         self.after_commit: Callable[[], None] = lambda: None
 
@@ -195,6 +197,8 @@ class Saver:
         if same:
             return self._planned
         holders = self._meet(number, text, parts)
+        if self._alike:
+            self._known = {name: [dtype, shape] for name, dtype, shape, _ in shared}
         self._planned = plan(parts, holders, captured.primary)
         self._signature = signature
         return self._planned
@@ -219,7 +223,9 @@ class Saver:
             return lambda name: (1, 0, "") if name.startswith(_PRIVATE) else (world, rank, "all")
         self.peers.set(f"{number}/list/{rank}", text.encode())
         lists = self.peers.wait([f"{number}/list/{peer}" for peer in range(world)], "the save")
-        return _holders(rank, [json.loads(one) for one in lists])
+        rows = [json.loads(one) for one in lists]
+        self._known = {name: [dtype, shape] for each in rows for name, dtype, shape, _ in each}
+        return _holders(rank, rows)
 
     def _complete(self, prepared: Prepared, write_shard: Any) -> None:
         """Write this rank's files, and let rank 0 commit; the same outcome on all ranks."""
@@ -238,7 +244,10 @@ class Saver:
                         raise CheckpointError(outcome[0].decode())
             except BaseException as error:
                 self._report_failure(number, error)
+                told = self._told(number, prepared.location.path, error)
                 prepared.writer.abort()
+                if told:
+                    raise CheckpointError(told) from error
                 raise
             prepared.writer.leave()
         finally:
@@ -280,6 +289,8 @@ class Saver:
             "version": VERSION,
             "generation": generation,
             "complete": prepared.alike,
+            "tensors": self._known,
+            "aliases": dict(prepared.aliases),
             "values": prepared.captured.values,
         }
         data = json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
@@ -307,9 +318,27 @@ class Saver:
         except OSError as error:
             warnings.warn(f"older checkpoints could not be removed: {error}", stacklevel=2)
 
+    def _told(self, number: int, path: str, error: BaseException) -> str:
+        """Wait until rank 0 knows of a failure, before its files are taken away under its hands.
+
+        Returns:
+            The failure, where it was another rank's: this one's may only be what came of it.
+        """
+        if self.peers.rank == 0 or not isinstance(error, Exception):
+            return ""
+        if isinstance(error, CheckpointError):  # it has waited already
+            return ""
+        try:
+            outcome = self.peers.wait([f"{number}/outcome"], f"commit {path}")[0].decode()
+        except CheckpointError:
+            return ""
+        return "" if outcome.startswith(f"{_FAILED}rank {self.peers.rank}:") else outcome
+
     def _report_failure(self, number: int, error: BaseException) -> None:
         """Tell the other ranks, as far as that can still be done."""
-        text = f"rank {self.peers.rank}: {type(error).__name__}: {error}"
+        text = f"{_FAILED}rank {self.peers.rank}: {type(error).__name__}: {error}"
+        if str(error).startswith(_FAILED):
+            text = str(error)
         try:
             self._signature = None  # so that all ranks tell each other all names again
             if self.peers.world > 1:
@@ -320,7 +349,7 @@ class Saver:
                     f"{number}/done/{self.peers.rank}", json.dumps({"error": text}).encode()
                 )
             if self.peers.rank == 0:
-                self.peers.set(f"{number}/outcome", f"the save failed on {text}".encode())
+                self.peers.set(f"{number}/outcome", text.encode())
         except CheckpointError:
             pass  # the others will run into their timeout
 
@@ -367,7 +396,7 @@ def _holders(rank: int, lists: Sequence[Sequence[Any]]) -> Any:
 def _raise_error(key: str, text: bytes) -> None:
     found = json.loads(text)
     if "error" in found:
-        raise CheckpointError(f"the save failed on {found['error']}")
+        raise CheckpointError(found["error"])
 
 
 def _need_size(writer: Writer, name: str, size: int) -> None:
