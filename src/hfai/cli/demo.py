@@ -62,6 +62,13 @@ Exit codes:
     show_default=True,
     help="The directory for loss.png, figures.json, model.pt and resume.pt.",
 )
+@click.option(
+    "--nprocs",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Processes that train together, each on its share of every batch (hfreduce).",
+)
 @click.option("--resume", is_flag=True, help="Go on with the stopped run in --out.")
 @click.option(
     "--suspend-after",
@@ -74,6 +81,7 @@ Exit codes:
 def command(
     device: str,
     out: Path,
+    nprocs: int,
     resume: bool,
     suspend_after: int | None,
     json: bool,
@@ -91,7 +99,7 @@ def command(
     control file suspend, as a cluster engine does before it takes a machine (docs/suspend.md).
     """
     try:
-        sys.exit(_run(device, out, resume, suspend_after, json, given))
+        sys.exit(_run(device, out, nprocs, resume, suspend_after, json, given))
     except Exception as error:
         if debug:
             raise
@@ -101,6 +109,7 @@ def command(
 def _run(
     device: str,
     out: Path,
+    nprocs: int,
     resume: bool,
     suspend_after: int | None,
     json: bool,
@@ -112,7 +121,7 @@ def _run(
         # torch takes seconds to import, and `hfai demo --help` needs none of it.
         from hfai.demo.job import run
 
-        return run(Request(given, device, out, resume, suspend_after, json, command_line))
+        return run(Request(given, device, out, nprocs, resume, suspend_after, json, command_line))
     except KeyboardInterrupt:
         click.echo("Stopped before the first step: nothing was written.", err=True)
         return EXIT_INTERRUPTED
