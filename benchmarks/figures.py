@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.drawing import pages, plots, results, ways
+from benchmarks.drawing import pages, plots, results, sweeps, ways
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,12 +72,14 @@ def update(root: Path, directory: Path, write: bool) -> list[Path]:
                     ways.draw(path, result)
         if not result.name.endswith("_grid"):
             continue
-        for file, curves in plots.plots_of(result).items():
+        # Two kinds of grid, drawn by two modules of the same functions.
+        drawing: Any = sweeps if sweeps.has_sweeps(result) else plots
+        for file, curves in drawing.plots_of(result).items():
             path, heading = pages.plot_path(root, file), pages.heading(result, file)
-            if not plots.is_current(path, plots.digest(curves, heading)):
+            if not plots.is_current(path, drawing.digest(curves, heading)):
                 stale.append(path)
                 if write:
-                    plots.draw(path, curves, heading)
+                    drawing.draw(path, curves, heading)
     for page in pages.pages(root):
         before = page.read_text(encoding="utf-8")
         after = pages.fill(before, page, root, loaded)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.drawing import allreduce, plots, tables, ways
+from benchmarks.drawing import allreduce, plots, sweeps, tables, ways
 from benchmarks.drawing.results import Result
 
 OPEN = re.compile(r"<!--\s*figures:([\w:.-]+)\s*-->")
@@ -83,7 +83,7 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
         if kind == "grid":
             parts += [
                 f"![{heading(result, file)}]({os.path.relpath(target, page.parent)})"
-                for file in plots.plots_of(result)
+                for file in _plots_of(result)
                 for target in [plot_path(root, file)]
             ]
     return "\n\n".join(parts)
@@ -97,6 +97,10 @@ def _ways(name: str, page: Path, root: Path, chosen: Sequence[Result]) -> str:
         target = os.path.relpath(plot_path(root, f"{name}.png"), page.parent)
         parts += [ways.table(result), f"![{result.data['title']}]({target})"]
     return "\n\n".join(parts)
+
+
+def _plots_of(result: Result) -> list[str]:
+    return list(sweeps.plots_of(result) if sweeps.has_sweeps(result) else plots.plots_of(result))
 
 
 def plot_path(root: Path, file: str) -> Path:

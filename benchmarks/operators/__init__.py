@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from benchmarks.harness.case import Operator
 from benchmarks.operators.gru import GRU
+from benchmarks.operators.gru_cell import GRUCell
 from benchmarks.operators.layer_norm import LayerNorm
 from benchmarks.operators.lstm import LSTM
+from benchmarks.operators.lstm_cell import LSTMCell
 from benchmarks.operators.rms_norm import RMSNorm
 from benchmarks.operators.rnn import RNN
 
@@ -15,4 +17,6 @@ OPERATORS: dict[str, type[Operator]] = {
     LSTM.name: LSTM,
     GRU.name: GRU,
     RNN.name: RNN,
+    LSTMCell.name: LSTMCell,
+    GRUCell.name: GRUCell,
 }

@@ -187,6 +187,13 @@ def request(url: str, timeout: float, ask: Callable[[Any], Result]) -> Result:
         words = _words(error)
         if "404 Not Found" in words:
             raise FileNotFoundError(errno.ENOENT, "no such bucket or object", url) from error
+        if "/latest/api/token" in words or "/latest/meta-data/" in words:
+            words = (  # with no credentials given, obstore asks the cloud machine it may run on
+                "no credentials for the store: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                "give StoreOptions(config={'access_key_id': …, 'secret_access_key': …}), or "
+                "{'skip_signature': 'true'} for a public bucket"
+            )
+            raise PermissionError(errno.EACCES, words, url) from error
         # How obstore ends a series of attempts that ran out of time.
         if "retry_timeout" in words or "timed out" in words:
             words = f"the store did not answer within {timeout:g} s: {words}"

@@ -6,9 +6,10 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from benchmarks.drawing import pages, plots, results, tables
+from benchmarks.drawing import pages, plots, results, sweeps, tables
 from benchmarks.figures import update
 
 from tests.benchmarks.conftest import ROOT
@@ -151,6 +152,34 @@ def test_a_plot_is_current_only_with_the_data_it_shows(tree: Path) -> None:
     length, time = curves["forward", 4096]["hfai"][0]
     curves["forward", 4096]["hfai"][0] = (length, time * 1.001)
     assert not plots.is_current(tree / name, plots.digest(curves, "title"))
+
+
+def test_a_grid_of_hidden_sizes_and_batches_is_drawn_along_both(tmp_path: Path) -> None:
+    def case(batch: int, hidden: int) -> dict[str, Any]:
+        def row(name: str, ms: float) -> dict[str, Any]:
+            times = {what: {"median_ms": ms * hidden} for what in ("forward", "backward")}
+            return {"name": name, "status": "ok", "kernel": times}
+
+        sizes = {"batch": batch, "hidden": hidden}
+        rows = [row("torch", 2.0), row("hfai", 1.0)]
+        return {"sizes": sizes, "dtype": "fp32", "skipped": "", "implementations": rows}
+
+    swept = [(4, h) for h in (64, 128, 256)] + [(b, 256) for b in (1, 2, 4, 8)]
+    data = {
+        "operator": "lstm",
+        "machine": {"slug": "made-up", "name": "Made up"},
+        "cases": [case(*sizes) for sizes in dict.fromkeys(swept)],
+    }
+    result = results.Result("lstm_grid", data)
+    drawn = sweeps.plots_of(result)
+    assert set(drawn) == {"lstm_grid-made-up-hidden-fp32.png", "lstm_grid-made-up-batch-fp32.png"}
+    hidden = drawn["lstm_grid-made-up-hidden-fp32.png"]
+    assert set(hidden) == {("forward", "hidden", 4), ("backward", "hidden", 4)}
+    assert hidden["forward", "hidden", 4]["hfai"] == [(64, 64.0), (128, 128.0), (256, 256.0)]
+    for name, curves in drawn.items():
+        sweeps.draw(tmp_path / name, curves, "title")
+        assert plots.is_current(tmp_path / name, sweeps.digest(curves, "title"))
+        assert not plots.is_current(tmp_path / name, sweeps.digest(curves, "another"))
 
 
 @pytest.mark.parametrize(

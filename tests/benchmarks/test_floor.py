@@ -79,7 +79,7 @@ def test_the_grid_has_every_size_and_type_once_smallest_first() -> None:
     for operator in (OPERATORS[name]() for name in OPERATORS):
         grid = operator.grid()
         keys = {(*case.sizes.items(), case.dtype) for case in grid}
-        assert len(keys) == len({case.name for case in grid}) == len(grid) > 100
+        assert len(keys) == len({case.name for case in grid}) == len(grid) >= 60
         sizes = [operator.input_bytes(case) for case in grid]
         assert sizes[0] == min(sizes)
         assert sizes[-1] == max(sizes)

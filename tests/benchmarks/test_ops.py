@@ -123,7 +123,7 @@ def test_a_time_budget_stops_after_the_case_in_progress(run_script: Run, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--op", "lstmm"], "'lstmm' is not one of 'gru', 'layer_norm', 'lstm'"),
+        (["--op", "lstmm"], "'lstmm' is not one of 'gru', 'gru_cell', 'layer_norm', 'lstm'"),
         ([], "Missing option '--op'"),
         (["--op", "layer_norm", "--cases", "7x7"], "the names are 25600x1024 fp32, "),
         (["--op", "layer_norm", "--time-budget", "0"], "'--time-budget'"),

@@ -241,7 +241,10 @@ REFUSED = {
     "steps": (["--steps", "0"], ["--steps", "0 is not in the range"]),
     "length": (["--length", "1000000"], ["--length", "1000000 is not in the range"]),
     "rate": (["--learning-rate", "0"], ["--learning-rate", "0.0 is not in the range"]),
-    "model": (["--model", "huge"], ["--model", "'huge' is not one of 'tiny', 'base', 'large'"]),
+    "model": (
+        ["--model", "huge"],
+        ["--model", "'huge' is not one of 'tiny', 'base', 'large', 'lstm'"],
+    ),
     "option": (["--stepz", "5"], ["No such option", "--stepz", "--steps"]),
     "resume": (["--resume", "--out", "nowhere"], ["nowhere/resume.pt does not exist", "--out"]),
 }

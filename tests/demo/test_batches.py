@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from ffrecord import FileReader
-from hfai.demo.batches import MASK_TOKEN, VOCABULARY_SIZE, Batch, Batches, masked, to_device
+from hfai.demo.batches import (
+    MASK_TOKEN,
+    VOCABULARY_SIZE,
+    Batch,
+    Batches,
+    following,
+    masked,
+    to_device,
+)
 from hfai.demo.corpus import ByteArray, write_windows
 
 
@@ -90,6 +98,14 @@ def test_positions_are_spread_evenly(text: ByteArray) -> None:
     counts = sum((masked(windows, rng).labels != -100).sum(dim=0) for _ in range(10))
     assert isinstance(counts, torch.Tensor)
     np.testing.assert_allclose(counts.numpy() / 5120, 0.15, atol=0.025)
+
+
+def test_a_language_model_is_asked_for_the_next_byte(text: ByteArray) -> None:
+    windows = rows(text, 3, 8)
+    batch = following(windows, np.random.default_rng(0))
+    assert batch.input_ids.tolist() == windows.tolist()
+    assert batch.labels[:, :-1].tolist() == windows[:, 1:].tolist()
+    assert (batch.labels[:, -1] == -100).all()
 
 
 def test_tokens_fit_the_vocabulary_and_the_tensor_cores(batches: Batches) -> None:

@@ -32,7 +32,7 @@ def test_what_was_given_stays() -> None:
     assert fill_in(given, torch.device("cpu")).as_dict() == given
 
 
-@pytest.mark.parametrize("model", ["tiny", "base", "large"])
+@pytest.mark.parametrize("model", ["tiny", "base", "large", "lstm"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_model_has_a_preset_for_every_device(model: str, device: str) -> None:
     steps, batch_size, length, learning_rate = PRESETS[model, device]

@@ -14,6 +14,7 @@ from hfai.demo.interrupt import StopRequest
 from hfai.demo.progress import Progress
 from hfai.demo.settings import Settings
 from hfai.demo.train import Course, DivergenceError, Trainer, learning_rate, train
+from hfai.nn import to_hfai
 
 
 def run(trainer: Trainer, batches: Batches, losses: list[float], progress: Progress) -> None:
@@ -45,6 +46,19 @@ def test_training_does_every_step_and_lowers_the_loss(
     assert len(losses) == 40
     assert losses[0] == pytest.approx(5.58, abs=0.2)
     assert sum(losses[-5:]) / 5 < 3.5
+
+
+def test_the_lstm_learns_what_follows(
+    settings: Settings, windows: Path, device: torch.device, progress: Progress
+) -> None:
+    settings = replace(settings, model="lstm", steps=40, learning_rate=5e-3)
+    torch.manual_seed(settings.seed)
+    trainer = Trainer(to_hfai(settings.make_model().to(device)), settings, device)
+    losses: list[float] = []
+    batches = Batches(windows, settings.batch_size, settings.seed, settings.task)
+    run(trainer, batches, losses, progress)
+    assert losses[0] == pytest.approx(5.58, abs=0.2)
+    assert sum(losses[-5:]) / 5 < 2.5
 
 
 @pytest.mark.parametrize("device", [torch.device("cpu")])

@@ -136,6 +136,16 @@ def test_wrong_credentials_are_a_permission_error(url: str, server: Server) -> N
         FileReader(url, storage=StoreOptions(config=config, timeout=TIMEOUT))
 
 
+def test_missing_credentials_are_a_permission_error_that_says_where_they_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    nobody = {"metadata_endpoint": "http://127.0.0.1:9", "region": "here"}
+    with pytest.raises(PermissionError, match=r"AWS_ACCESS_KEY_ID.*access_key_id"):
+        FileReader("s3://bucket/a/x.ffr", storage=StoreOptions(nobody, timeout=1))
+
+
 def test_damage_is_named_with_its_url(server: Server, options: StoreOptions) -> None:
     raw = bytearray(file_of([b"a" * 100, b"b" * 100]))
     raw[-50] ^= 4

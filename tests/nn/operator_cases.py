@@ -238,10 +238,12 @@ def rms_norm_reference(module: nn.RMSNorm, x: Tensor) -> Tensor:
     return y if module.weight is None else y * module.weight
 
 
-# On CUDA fp32 recurrences run in TF32 unless a switch says otherwise, and errors add up over steps.
+# On CUDA fp32 recurrences run in TF32 unless a switch says otherwise, and errors add up over steps:
+# with weights of up to 0.9 its rounding moves elements of gradients (of up to 7.5) by 5e-3, torch's
+# as ours, as the same recurrence in float64 with operands rounded to 10 bits of mantissa does.
 RECURRENT_TOLERANCES: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-9, 1e-9),
-    torch.float32: (3e-3, 3e-3) if torch.cuda.is_available() else (2e-5, 2e-5),
+    torch.float32: (3e-3, 1e-2) if torch.cuda.is_available() else (2e-5, 2e-5),
     torch.float16: (1e-2, 1e-2),
     torch.bfloat16: (8e-2, 8e-2),
 }
@@ -262,6 +264,21 @@ UNSUPPORTED_BY_RECURRENT: frozenset[Feature] = frozenset(
         "functional calls of a shared layer",
         "staying float under dynamic quantization",
         *(("double backward",) if torch.cuda.is_available() else ()),
+    }
+)
+
+# Nor can torch's cells, with the same version; on CUDA their fused kernels lack forward mode.
+UNSUPPORTED_BY_CELLS: frozenset[Feature] = frozenset(
+    {
+        "vmap",
+        "export",
+        "distributed tensors",
+        "a single output",
+        "saving the input itself",
+        "changing outputs in place",
+        "fake tensors of a GPU that is not there",
+        "staying float under dynamic quantization",
+        *(("forward mode",) if torch.cuda.is_available() else ()),
     }
 )
 
@@ -327,5 +344,36 @@ CASES = [
         function=torch.rnn_tanh,
         tolerances=RECURRENT_TOLERANCES,
         unsupported=UNSUPPORTED_BY_RECURRENT,
+    ),
+    OperatorCase(
+        name="LSTMCell",
+        torch_class=nn.LSTMCell,
+        hfai_class=hfai.nn.LSTMCell,
+        arguments=(10, 12),
+        draw=_normal(6, 10),
+        function=torch.lstm_cell,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_CELLS,
+    ),
+    OperatorCase(
+        name="GRUCell",
+        torch_class=nn.GRUCell,
+        hfai_class=hfai.nn.GRUCell,
+        arguments=(5, 9),
+        draw=_normal(6, 5),
+        function=torch.gru_cell,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_CELLS,
+    ),
+    OperatorCase(
+        name="RNNCell-no-bias",
+        torch_class=nn.RNNCell,
+        hfai_class=hfai.nn.RNNCell,
+        arguments=(7, 8),
+        keywords={"bias": False},
+        draw=_normal(6, 7),
+        function=torch.rnn_tanh_cell,
+        tolerances=RECURRENT_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_CELLS,
     ),
 ]

@@ -39,8 +39,8 @@ Exit codes:
 )
 @click.option(
     "--model",
-    type=click.Choice(["tiny", "base", "large"]),
-    help="The size of the BERT.  [default: tiny on the CPU, base on a GPU]",
+    type=click.Choice(["tiny", "base", "large", "lstm"]),
+    help="A BERT of that size, or an LSTM.  [default: tiny on the CPU, base on a GPU]",
 )
 @click.option("--steps", type=click.IntRange(1, 10_000_000), help="Optimizer steps.")
 @click.option("--batch-size", type=click.IntRange(1, 65_536), help="Windows of text in a step.")
@@ -66,7 +66,8 @@ Exit codes:
 def command(device: str, out: Path, resume: bool, json: bool, debug: bool, **given: Any) -> None:
     """Train a small BERT on Python's own sources and compare with plain torch.
 
-    The model is pre-trained to fill in masked bytes, with hfai's layers. At the end torch's layers
+    A BERT is pre-trained to fill in masked bytes, or an LSTM to guess each next one, with hfai's
+    layers. At the end torch's layers
     and hfai's are timed in turn on the same batches, and the model is converted back, saved, and
     loaded into plain torch. Steps, batch size, length and learning rate have defaults that fit the
     model and the device; on two CPU cores the whole takes one to two minutes. Ctrl-C stops after

@@ -1,17 +1,17 @@
-"""Masked batches of bytes, read from a record file of windows in a shuffled order.
+"""Batches of bytes and what to guess of them, from a record file of windows in a shuffled order.
 
 Which windows a batch holds is a function of the seed and of its place in the epoch, and so is its
 masking. A run that stops and resumes therefore sees the very batches of an unbroken one; all it
 saves is that place. The masking is that of Devlin et al. 2018, section 3.1: 15 % of the positions
 are predicted; 80 % of these are replaced by the mask token, 10 % by a random byte, and 10 % stay as
-they are.
+they are. A language model guesses each next byte instead (`following`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -31,14 +31,17 @@ RANDOM_SHARE = 0.1
 
 
 class Batch(NamedTuple):
-    """Masked bytes and what they were: both int64 [batch, length], labels -100 where not asked."""
+    """Bytes and what to guess: both int64 [batch, length], labels -100 where nothing is asked."""
 
     input_ids: Tensor
     labels: Tensor
 
 
+Task: TypeAlias = Callable[[ByteArray, np.random.Generator], Batch]
+
+
 class Batches:
-    """An endless sequence of masked batches: every window once in an epoch, then another order.
+    """An endless sequence of batches: every window once in an epoch, then another order.
 
     Iterating goes on behind the last batch that was handed out, in a new iterator too.
 
@@ -46,11 +49,13 @@ class Batches:
         windows: a record file of windows of equal length.
         batch_size: windows in a batch; the last one of an epoch is filled from its start.
         seed: of the orders and the masking.
+        task: makes a batch of windows, shape (batch, length), with a random generator.
     """
 
-    def __init__(self, windows: Path, batch_size: int, seed: int) -> None:
+    def __init__(self, windows: Path, batch_size: int, seed: int, task: Task | None = None) -> None:
         dataset = Dataset(windows)
         self._seed = seed
+        self._task = masked if task is None else task
         self._sampler = GlobalBatchSampler(dataset, batch_size, seed=seed, rank=0, world_size=1)
         self._loader = DataLoader(dataset, batch_sampler=self._sampler, collate_fn=_stacked)
 
@@ -59,7 +64,7 @@ class Batches:
         while True:
             for windows in self._loader:
                 place = (self._seed, self._sampler.epoch, self._sampler.consumed)
-                yield masked(windows, np.random.default_rng(place))
+                yield self._task(windows, np.random.default_rng(place))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place behind the last batch that was handed out."""
@@ -97,6 +102,15 @@ def masked(windows: ByteArray, rng: np.random.Generator) -> Batch:
     replacement = np.where(fate < MASKED_SHARE, MASK_TOKEN, random_bytes)
     replacement = np.where(fate < MASKED_SHARE + RANDOM_SHARE, replacement, original)
     np.put_along_axis(input_ids, columns, replacement, axis=1)
+    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels))
+
+
+def following(windows: ByteArray, rng: np.random.Generator) -> Batch:
+    """Ask for the byte after each, but for a window's last; nothing here is random."""
+    del rng
+    input_ids = windows.astype(np.int64)
+    labels = np.full_like(input_ids, IGNORED_LABEL)
+    labels[:, :-1] = input_ids[:, 1:]
     return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels))
 
 

@@ -20,7 +20,7 @@ from hfai.demo.interrupt import StopRequest
 from hfai.demo.progress import Progress
 from hfai.demo.train import Trainer
 from hfai.kernels.extension import finish_compiling
-from hfai.models import BertMLM
+from hfai.models import LSTMLM, BertMLM
 from hfai.nn import to_hfai, to_torch
 
 PAIRS = 15
@@ -63,7 +63,7 @@ class Comparison:
         return statistics.median(self.ratios)
 
 
-SWITCH: dict[str, Callable[[BertMLM], BertMLM]] = {"torch": to_torch, "hfai": to_hfai}
+SWITCH: dict[str, Callable[[BertMLM | LSTMLM], object]] = {"torch": to_torch, "hfai": to_hfai}
 
 
 def compare(

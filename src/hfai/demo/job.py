@@ -75,7 +75,7 @@ def run(request: Request) -> int:
                 job.work()
         except torch.OutOfMemoryError as error:
             raise MemoryError(
-                f"{settings.batch_size} x {settings.length} bytes of bert_{settings.model}_MLM do "
+                f"{settings.batch_size} x {settings.length} bytes of {settings.title} do "
                 f"not fit into the GPU's memory"
             ) from error
         outcome = job.outcome
@@ -122,7 +122,7 @@ def _batches(
     Raises:
         UsageError: the saved run was trained on another text.
     """
-    batches = Batches(corpus.training, settings.batch_size, settings.seed)
+    batches = Batches(corpus.training, settings.batch_size, settings.seed, settings.task)
     if saved is None:
         return batches
     path = request.out / state.FILE_NAME
@@ -218,7 +218,12 @@ class Job:
             self.outcome.peak_memory = peak_memory(self.device)
 
     def _compare(self, held_out: list[Batch]) -> None:
-        first = Batches(self.corpus.training, self.settings.batch_size, self.settings.seed)
+        first = Batches(
+            self.corpus.training,
+            self.settings.batch_size,
+            self.settings.seed,
+            self.settings.task,
+        )
         timed = [to_device(batch, self.device) for batch in islice(first, COMPARE_BATCHES)]
         seconds = COMPARE_SHARE * self.outcome.training_seconds
         seconds = min(max(seconds, COMPARE_LEAST_SECONDS), COMPARE_MOST_SECONDS)
@@ -228,7 +233,7 @@ class Job:
 
     def _held_out_batches(self) -> list[Batch]:
         settings = self.settings
-        batches = Batches(self.corpus.held_out, settings.batch_size, HELD_OUT_SEED)
+        batches = Batches(self.corpus.held_out, settings.batch_size, HELD_OUT_SEED, settings.task)
         count = min(max(1, HELD_OUT_TOKENS // settings.tokens_per_step), HELD_OUT_MOST_BATCHES)
         return [to_device(batch, self.device) for batch in islice(batches, count)]
 

@@ -38,7 +38,7 @@ def print_opening(
     text_bytes = corpus.training_bytes + corpus.held_out_bytes
     print_line(
         console,
-        f"bert_{settings.model}_MLM on {device.type} ({place}), {settings.precision}: "
+        f"{settings.title} on {device.type} ({place}), {settings.precision}: "
         f"{settings.steps} steps of {settings.batch_size} x {settings.length} bytes, seed "
         f"{settings.seed}; text: Python's standard library, {text_bytes / 1e6:.1f} MB",
     )
@@ -149,7 +149,7 @@ def draw_curve(console: Console, path: Path, outcome: Outcome) -> bool:
         )
         return False
     settings = outcome.settings
-    title = f"bert_{settings.model}_MLM on Python's standard library, {settings.precision}"
+    title = f"{settings.title} on Python's standard library, {settings.precision}"
     draw_losses(path, outcome.losses, outcome.unigram, title)
     return True
 

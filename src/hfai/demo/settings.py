@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from hfai.demo.batches import VOCABULARY_SIZE
-from hfai.models import BertMLM, bert_base_MLM, bert_large_MLM, bert_tiny_MLM
+from hfai.demo.batches import VOCABULARY_SIZE, Task, following, masked
+from hfai.models import LSTMLM, BertMLM, bert_base_MLM, bert_large_MLM, bert_tiny_MLM, lstm_LM
 
 MODELS = {"tiny": bert_tiny_MLM, "base": bert_base_MLM, "large": bert_large_MLM}
+LSTM = "lstm"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Settings:
     """The settings of one run.
 
     Attributes:
-        model: "tiny", "base" or "large".
+        model: "tiny", "base" or "large" for a BERT, or "lstm".
         precision: "fp32", or "bf16" for bf16 autocast over fp32 parameters.
         steps: optimizer steps.
         batch_size: windows of text in a step.
@@ -45,11 +46,23 @@ class Settings:
         """The number of bytes that one step reads."""
         return self.batch_size * self.length
 
-    def make_model(self) -> BertMLM:
+    @property
+    def title(self) -> str:
+        """The model's name, as in `hfai.models`."""
+        return "lstm_LM" if self.model == LSTM else f"bert_{self.model}_MLM"
+
+    @property
+    def task(self) -> Task:
+        """What the model is asked: an LSTM for each next byte, a BERT for masked ones."""
+        return following if self.model == LSTM else masked
+
+    def make_model(self) -> BertMLM | LSTMLM:
         """Make a new plain torch model of these settings, on the CPU.
 
         Dropout is off: a run reads each byte about once, so there is nothing to overfit.
         """
+        if self.model == LSTM:
+            return lstm_LM(VOCABULARY_SIZE)
         return MODELS[self.model](VOCABULARY_SIZE, self.length, dropout=0.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,6 +79,8 @@ PRESETS: dict[tuple[str, str], tuple[int, int, int, float]] = {
     ("base", "cuda"): (1000, 64, 256, 2e-4),
     ("large", "cpu"): (50, 8, 64, 1e-4),
     ("large", "cuda"): (500, 32, 512, 1e-4),
+    ("lstm", "cpu"): (300, 32, 64, 4e-3),
+    ("lstm", "cuda"): (1000, 64, 256, 2e-3),
 }
 # The presets for a GPU need up to 20 GiB; a quarter of the batch fits the common 8 GiB for "base".
 SMALL_GPU_BYTES = 23 * 2**30

@@ -15,7 +15,7 @@ from hfai.demo.batches import Batch, Batches, to_device
 from hfai.demo.interrupt import StopRequest
 from hfai.demo.progress import Progress
 from hfai.demo.settings import Settings
-from hfai.models import BertMLM
+from hfai.models import LSTMLM, BertMLM
 
 WARM_UP_SHARE = 0.1
 BETAS = (0.9, 0.98)
@@ -43,7 +43,7 @@ class Course:
 class Trainer:
     """A model with its optimizer and precision: all that one step needs besides a batch."""
 
-    def __init__(self, model: BertMLM, settings: Settings, device: torch.device) -> None:
+    def __init__(self, model: BertMLM | LSTMLM, settings: Settings, device: torch.device) -> None:
         self.model = model
         self.settings = settings
         self.device = device
@@ -74,7 +74,7 @@ class Trainer:
         self.optimizer.step()
         return torch.as_tensor(loss.detach())
 
-    def evaluate(self, batches: Iterable[Batch], model: BertMLM | None = None) -> float:
+    def evaluate(self, batches: Iterable[Batch], model: BertMLM | LSTMLM | None = None) -> float:
         """Return the mean loss over batches on the device, in nats, of `model` or the trainer's."""
         model = self.model if model is None else model
         was_training = model.training

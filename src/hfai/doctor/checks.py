@@ -9,6 +9,7 @@ from hfai.doctor.gpu import cuda_runtime, driver, gpus, torch_itself
 from hfai.doctor.kernels import autograd_node, cuda_core, kernel_cache, native_launcher, nvrtc
 from hfai.doctor.operators import operators_on_gpu
 from hfai.doctor.parts import benchmark_peers, demo_plots
+from hfai.doctor.recurrent import recurrent_kernels
 from hfai.doctor.system import compiler, packages, python
 
 CHECKS: tuple[Callable[[], Check], ...] = (
@@ -25,6 +26,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     kernel_cache,
     autograd_node,
     operators_on_gpu,
+    recurrent_kernels,
     demo_plots,
     benchmark_peers,
 )

@@ -78,17 +78,19 @@ def native_launcher() -> Check:
 
 
 def autograd_node() -> Check:
-    """Compile the C++ autograd node against this torch, as a first call on a GPU would."""
-    name = "C++ autograd node"
+    """Compile the C++ autograd nodes against this torch, as a first call on a GPU would."""
+    name = "C++ autograd nodes"
     found = usable_gpus()
     if isinstance(found, str) or not found:
         return Check(name, "missing", "of use with a GPU only: compiled there on first use")
+    from hfai.kernels.cell.autograd import EXTENSION as CELL
     from hfai.kernels.extension import DISABLED
-    from hfai.kernels.layer_norm.autograd import EXTENSION
+    from hfai.kernels.layer_norm.autograd import EXTENSION as LAYER_NORM
 
-    if EXTENSION.wait() is not None:
+    failed = [extension for extension in (LAYER_NORM, CELL) if extension.wait() is None]
+    if not failed:
         return Check(name, "ok", f"compiled for torch {with_version('torch').split()[-1]}")
-    reason = " ".join((EXTENSION.reason or "the compiler did not end").split())
+    reason = " ".join((failed[0].reason or "the compiler did not end").split())
     detail = f"layers go through Python, some microseconds a call slower: {reason}"
     remedy = "install g++ 10 or later, or clang++, and Python's headers"
     return Check(name, "missing", detail, "unset it" if reason == DISABLED else remedy)

@@ -66,6 +66,9 @@ __device__ __forceinline__ u32 pack_pair<float>(float, float) {
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int power_of_two_from(int n) {
+  return n <= 1 ? 1 : 2 * power_of_two_from(ceil_div(n, 2));
+}
 
 // LENGTH elements that lie side by side in memory and are moved in pieces of at most 16 bytes.
 template <class T, int LENGTH>
@@ -122,6 +125,38 @@ struct EvictFirst {
     __stcs(target, value);
   }
 };
+// Asked for in this order and not later. `__ldg` promises that the memory never changes, and the
+// compiler then moves the load down to its first use, past barriers; volatile ones stay in order.
+struct InOrder {
+  static __device__ __forceinline__ uint4 load(const uint4* source) {
+    uint4 value;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(__cvta_generic_to_global(source)));
+    return value;
+  }
+  static __device__ __forceinline__ uint2 load(const uint2* source) {
+    uint2 value;
+    asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(value.x), "=r"(value.y)
+                 : "l"(__cvta_generic_to_global(source)));
+    return value;
+  }
+  static __device__ __forceinline__ u32 load(const u32* source) {
+    u32 value;
+    asm volatile("ld.volatile.global.u32 %0, [%1];"
+                 : "=r"(value)
+                 : "l"(__cvta_generic_to_global(source)));
+    return value;
+  }
+  static __device__ __forceinline__ u16 load(const u16* source) {
+    u16 value;
+    asm volatile("ld.volatile.global.u16 %0, [%1];"
+                 : "=h"(value)
+                 : "l"(__cvta_generic_to_global(source)));
+    return value;
+  }
+};
 
 template <class Policy, bool ALIGNED, class T, int LENGTH>
 __device__ __forceinline__ Vector<T, LENGTH> load_vector(const T* source) {
@@ -141,6 +176,10 @@ __device__ __forceinline__ Vector<T, LENGTH> load_vector(const T* source) {
 template <bool ALIGNED, class T, int LENGTH>
 __device__ __forceinline__ Vector<T, LENGTH> load_kept(const T* source) {
   return load_vector<KeepInCache, ALIGNED, T, LENGTH>(source);
+}
+template <bool ALIGNED, class T, int LENGTH>
+__device__ __forceinline__ Vector<T, LENGTH> load_in_order(const T* source) {
+  return load_vector<InOrder, ALIGNED, T, LENGTH>(source);
 }
 template <bool ALIGNED, class T, int LENGTH>
 __device__ __forceinline__ Vector<T, LENGTH> load_once(const T* source) {
@@ -299,20 +338,39 @@ __device__ __forceinline__ void cluster_store(float* target, u32 rank, float val
 #endif
 }
 
-// Sums over the LANES threads of a block, in CLUSTER blocks, that share a row; THREADS / LANES rows
-// are summed side by side. Every thread gets the sum, with the same bits, since each adds the same
-// numbers in the same order. Sums alternate between two sets of shared memory: a thread may still
-// read the last sum's while another writes the next one's, and the barrier keeps it from going on.
-template <int COUNT, int LANES, int THREADS, int CLUSTER>
+// A sum as a binary tree, neighbours first. A -0.0f changes nothing, not even a zero's sign: with it in
+// place of what is missing, the numbers from the start of a power of two on can be added elsewhere.
+// (Recursion, since not every compiler unrolls a loop that doubles.)
+template <int N, int LENGTH>
+__device__ __forceinline__ float neighbour_sum(float (&value)[LENGTH]) {
+  if constexpr (N == 1) {
+    return value[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) value[i] = value[2 * i] + value[2 * i + 1];
+    if constexpr (N % 2) value[N / 2] = value[N - 1];
+    return neighbour_sum<ceil_div(N, 2)>(value);
+  }
+}
+
+// Sums over the LANES lanes of a block, in CLUSTER blocks, that share a row. A lane is GROUPS threads,
+// a power of two, that lie side by side; with one thread a lane, THREADS / LANES rows are summed side
+// by side. Every thread gets the sum, with the same bits, since each adds the same numbers in the same
+// tree: neighbours first, threads and then warps. Sums alternate between two sets of shared memory: a
+// thread may still read the last sum's while another writes the next one's, and the barrier keeps it
+// from going on.
+template <int COUNT, int LANES, int THREADS, int CLUSTER, int GROUPS = 1>
 struct RowSum {
-  static constexpr int WARPS = ceil_div(LANES, 32);
-  static constexpr int SLOTS = THREADS / LANES;
+  static constexpr int SHARING = LANES * GROUPS;  // threads that share a row
+  static constexpr int WARPS = ceil_div(SHARING, 32);
+  static constexpr int SLOTS = GROUPS > 1 ? 1 : THREADS / LANES;
   static_assert(LANES <= 32 || LANES % 32 == 0, "rows share whole warps");
   static_assert(SLOTS == 1 || LANES <= 32 || SLOTS < 16, "a block has 16 barriers");
   static_assert(CLUSTER == 1 || (SLOTS == 1 && THREADS >= CLUSTER), "a cluster shares one row");
 
   struct Shared {
-    float warps[2][SLOTS][WARPS][COUNT];
+    // A thread reads the warps' sums four at a time.
+    __align__(WARPS % 4 == 0 ? 16 : 4) float warps[2][SLOTS][COUNT][WARPS];
     float blocks[2][CLUSTER][COUNT];
   };
 
@@ -325,15 +383,16 @@ struct RowSum {
 
   __device__ __forceinline__ void operator()(float (&value)[COUNT]) {
 #pragma unroll
-    for (int offset = smaller(LANES, 32) / 2; offset > 0; offset /= 2)
+    for (int offset = 1; offset < smaller(SHARING, 32); offset *= 2)
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], offset);
     if constexpr (WARPS > 1) {
-      const int slot = threadIdx.x / LANES;
-      float(&partial)[WARPS][COUNT] = shared->warps[turn][slot];
+      const int slot = SLOTS > 1 ? threadIdx.x / LANES : 0;
+      const int warp = (SLOTS > 1 ? threadIdx.x % LANES : threadIdx.x) / 32;
+      float(&partial)[COUNT][WARPS] = shared->warps[turn][slot];
       if (threadIdx.x % 32 == 0)
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) partial[threadIdx.x % LANES / 32][i] = value[i];
+        for (int i = 0; i < COUNT; ++i) partial[i][warp] = value[i];
       if constexpr (SLOTS == 1)
         __syncthreads();
       else
@@ -342,8 +401,8 @@ struct RowSum {
       for (int i = 0; i < COUNT; ++i) {
         float warps[WARPS];
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) warps[warp] = partial[warp][i];
-        value[i] = tree_sum<WARPS>(warps);
+        for (int w = 0; w < WARPS; ++w) warps[w] = partial[i][w];
+        value[i] = neighbour_sum<WARPS>(warps);
       }
     }
     if constexpr (CLUSTER > 1) {

@@ -33,7 +33,7 @@ from hfai.kernels.compiler import find_compiler, version_of
 from hfai.kernels.jit import KERNELS, cache_directory
 
 # Part of every source's digest.
-SHARED = ["native/driver.hpp"]
+SHARED = ["native/driver.hpp", "native/node.hpp"]
 DISABLED = "HFAI_EXTENSIONS is 0"
 # $0: the binary; then the command. The file is on disk before it has its name: a library cut
 # short by a power failure would crash whoever loads it.

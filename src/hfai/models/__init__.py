@@ -14,12 +14,17 @@ from hfai.models.bert import (
     bert_large_MLM,
     bert_tiny_MLM,
 )
+from hfai.models.lstm import LSTMLM, LMOutput, LSTMConfig, lstm_LM
 
 __all__ = [
+    "LSTMLM",
     "BertConfig",
     "BertMLM",
+    "LMOutput",
+    "LSTMConfig",
     "MLMOutput",
     "bert_base_MLM",
     "bert_large_MLM",
     "bert_tiny_MLM",
+    "lstm_LM",
 ]

@@ -8,8 +8,20 @@ Each class here is a subclass of torch's class of the same name and differs from
 alone. What the fast path does not cover runs torch's own code.
 """
 
+from hfai.nn.cells import GRUCell, LSTMCell, RNNCell
 from hfai.nn.convert import to_hfai, to_torch
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.rnn import GRU, LSTM, RNN
 
-__all__ = ["GRU", "LSTM", "RNN", "LayerNorm", "RMSNorm", "to_hfai", "to_torch"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "GRUCell",
+    "LSTMCell",
+    "LayerNorm",
+    "RMSNorm",
+    "RNNCell",
+    "to_hfai",
+    "to_torch",
+]

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
+from hfai.nn.cells import GRUCell, LSTMCell, RNNCell
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.path import Path
 from hfai.nn.rnn import GRU, LSTM, RNN
@@ -21,6 +22,9 @@ OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: LSTM,
     nn.GRU: GRU,
     nn.RNN: RNN,
+    nn.LSTMCell: LSTMCell,
+    nn.GRUCell: GRUCell,
+    nn.RNNCell: RNNCell,
 }
 
 TORCH_CLASS = {hfai_class: torch_class for torch_class, hfai_class in OPERATORS.items()}

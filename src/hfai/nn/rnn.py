@@ -47,7 +47,7 @@ class LSTM(nn.LSTM):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what torch.jit.script compiles in this layer's place."""
-        return _as_torch(self, nn.LSTM)
+        return as_torch(self, nn.LSTM)
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -67,7 +67,7 @@ class GRU(nn.GRU):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what torch.jit.script compiles in this layer's place."""
-        return _as_torch(self, nn.GRU)
+        return as_torch(self, nn.GRU)
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -87,7 +87,7 @@ class RNN(nn.RNN):
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what torch.jit.script compiles in this layer's place."""
-        return _as_torch(self, nn.RNN)
+        return as_torch(self, nn.RNN)
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -99,7 +99,7 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
     packed = type(input) is PackedSequence
     data = input.data if packed else input
     if type(data) not in PLAIN_TYPES or not call.is_on_gpu(data):
-        return _as_leaf(module, input, hx) if isinstance(input, torch.fx.Proxy) else None
+        return as_leaf(module, input, hx) if isinstance(input, torch.fx.Proxy) else None
     if why_watched() is not None or module.proj_size:
         return None
     if data.dim() not in ((2,) if packed else (2, 3)) or data.numel() == 0:
@@ -252,14 +252,14 @@ def _autocast_dtype(data: Tensor) -> torch.dtype | None:
     return None if data.dtype == torch.float64 else torch.get_autocast_dtype("cuda")
 
 
-def _as_leaf(module: nn.RNNBase, input: torch.fx.Proxy, hx: Hidden) -> Any:
+def as_leaf(module: nn.Module, input: torch.fx.Proxy, hx: Hidden) -> Any:
     """Record the layer as one node of torch.fx's graph, as it does with torch's own layers."""
     tracer = input.tracer
     path = tracer.path_of_module(module)  # type: ignore[attr-defined]
     return tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
 
 
-def _as_torch(module: nn.RNNBase, torch_class: type[nn.RNNBase]) -> nn.RNNBase:
+def as_torch(module: nn.Module, torch_class: type[nn.Module]) -> nn.Module:
     """Return torch's layer around the same parameters, hooks and options."""
     plain = torch_class.__new__(torch_class)
     plain.__dict__ = module.__dict__.copy()

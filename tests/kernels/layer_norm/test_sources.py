@@ -19,6 +19,9 @@ REGISTERS = 65_536  # of a multiprocessor, on all of these architectures
 # Rows of 200 003 elements, loaded one at a time: 49 of them a thread in a block of 1024 need a few
 # registers more than there are. Twice the blocks spill nothing and are slower.
 MOST_SPILLED_BY_ODD_LONG_ROWS = 192
+# For sm_100 the compiler stops at 96 registers a thread in one layout and spills two; with a bound
+# that gives it more, sm_90 takes more too, and is slower.
+MOST_SPILLED = {("sm_100", 8192, torch.bfloat16): 8}
 
 
 def check(found: dict[str, Resources], threads: int, spilled: int = 0) -> None:
@@ -32,7 +35,7 @@ def check(found: dict[str, Resources], threads: int, spilled: int = 0) -> None:
 @pytest.mark.parametrize("architecture", DEVICES)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "length", [7, 40, 768, 1024, 8192, 32_768, 65_536, 131_072, 200_003, 262_144]
+    "length", [7, 40, 768, 1001, 1024, 8192, 32_768, 65_536, 131_072, 200_003, 262_144]
 )
 @pytest.mark.parametrize("few_rows", [False, True], ids=["", "few-rows"])
 def test_forward(architecture: str, dtype: torch.dtype, length: int, few_rows: bool) -> None:
@@ -42,7 +45,9 @@ def test_forward(architecture: str, dtype: torch.dtype, length: int, few_rows: b
         return  # test_long_rows has it
     constants = ALL | {"ROW_LENGTH": length, "HAS_BIAS": True} | layout.constants()
     text = jit.program_text(programs.FORWARD, constants, {"X": dtype, "Y": dtype, "W": dtype})
-    spilled = MOST_SPILLED_BY_ODD_LONG_ROWS if length == 200_003 else 0
+    spilled = MOST_SPILLED.get((architecture, length, dtype), 0)
+    if length == 200_003:
+        spilled = MOST_SPILLED_BY_ODD_LONG_ROWS
     check(resources(text, architecture), layout.threads, spilled)
 
 

@@ -139,8 +139,7 @@ def backward(
 
 @pytest.fixture
 def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let calls take the kernels' path that are too small to gain by it, or too exact for it."""
-    monkeypatch.setattr(dispatch, "LESS_ACCURATE", frozenset())
+    """Let calls take the kernels' path that are too small to gain by it."""
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))
     call._found.cache_clear()

@@ -171,6 +171,8 @@ def test_sequences_of_different_lengths(cell: Cell) -> None:
         (LSTM, BF16, HALF, {"columns": 8, "tiles": 2, "forward_warps": 16}),
         (GRU, FP16, HALF, {"columns": 8, "directions": 2}),
         (TANH, FP16, HALF, {"units": 16}),
+        (LSTM, BF16, HALF, {"short_messages": True}),
+        (GRU, FP16, HALF, {"columns": 8, "tiles": 2, "directions": 2, "short_messages": True}),
         (LSTM, FP32, SPLIT, {"units": 16}),
     ],
 )

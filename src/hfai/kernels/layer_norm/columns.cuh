@@ -41,8 +41,11 @@ __device__ __forceinline__ void sum_columns(int tile, i64 begin, i64 end,
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int first = tile * TILE + lane * VECTOR;
-  auto holds = [&](int strip) {
-    return ROW_LENGTH % TILE == 0 || first + strip * STRIP < ROW_LENGTH;
+  // Threads beyond the last column read the first one, and what they add up is dropped: with a
+  // branch around the loads, those of one row are waited for before the next row's are asked for.
+  auto column = [&](int strip) {
+    const int at = first + strip * STRIP;
+    return ROW_LENGTH % TILE == 0 || at < ROW_LENGTH ? at : 0;
   };
 
   float dweight[STRIPS][VECTOR] = {}, dbias[STRIPS][VECTOR] = {};
@@ -56,22 +59,20 @@ __device__ __forceinline__ void sum_columns(int tile, i64 begin, i64 end,
       row_rstd = rstd[row];
     }
 #pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+      const i64 at = row * ROW_LENGTH + column(strip);
+      ys[strip] = load_kept<ALIGNED, Y, VECTOR>(dy + at);
+      if constexpr (NEED_DWEIGHT) xs[strip] = load_kept<ALIGNED, X, VECTOR>(x + at);
+    }
+#pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip)
-      if (holds(strip)) {
-        const i64 at = row * ROW_LENGTH + first + strip * STRIP;
-        ys[strip] = load_kept<ALIGNED, Y, VECTOR>(dy + at);
-        if constexpr (NEED_DWEIGHT) xs[strip] = load_kept<ALIGNED, X, VECTOR>(x + at);
+#pragma unroll
+      for (int e = 0; e < VECTOR; ++e) {
+        if constexpr (NEED_DWEIGHT)
+          dweight[strip][e] = __fmaf_rn(
+              ys[strip][e], __fmul_rn(xs[strip][e] - row_mean, row_rstd), dweight[strip][e]);
+        if constexpr (NEED_DBIAS) dbias[strip][e] += ys[strip][e];
       }
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip)
-      if (holds(strip))
-#pragma unroll
-        for (int e = 0; e < VECTOR; ++e) {
-          if constexpr (NEED_DWEIGHT)
-            dweight[strip][e] = __fmaf_rn(
-                ys[strip][e], __fmul_rn(xs[strip][e] - row_mean, row_rstd), dweight[strip][e]);
-          if constexpr (NEED_DBIAS) dbias[strip][e] += ys[strip][e];
-        }
   }
 
   if constexpr (NEED_DWEIGHT) add_warps(tile, dweight, dweight_total);

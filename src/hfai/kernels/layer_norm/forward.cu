@@ -2,87 +2,42 @@
 // statistics are taken in two passes over registers, and it is written once.
 //
 // A row's sums are a fixed tree: the elements of each vector, then the PER_LANE vectors of each of
-// LANES lanes (of CLUSTER blocks, for very long rows), then the lanes. ROW_LENGTH and the types alone
-// decide it: a row's result has the same bits whatever lies around it. How many threads work on a
-// lane's vectors does not enter. One does where rows are many; where they are few, a thread's chain
-// of instructions is what a call waits for, and GROUPS threads share them out and exchange the
-// vectors' sums before the lanes are summed.
+// LANES lanes, then the lanes (of CLUSTER blocks, for very long rows); neighbours first. ROW_LENGTH
+// and the types alone decide it: a row's result has the same bits whatever lies around it. How many
+// threads work on a lane's vectors does not enter. One does where rows are many; where they are few, a
+// thread's chain of instructions is what a call waits for, and GROUPS threads side by side take a
+// stretch of the lane's vectors each: the lane's last sums are then between threads.
 //
 // Products and sums are fused by hand, where it matters, and not as the compiler sees fit: it sees
 // fit differently in different variants.
 //
-// plan.py sets: ROW_LENGTH VECTOR LANES GROUPS THREADS CLUSTER EARLY_BYTES ALIGNED CENTERED
-//               HAS_WEIGHT HAS_BIAS  X Y W (types of input, output, weight and bias)
+// plan.py sets: ROW_LENGTH VECTOR LANES GROUPS THREADS CLUSTER BLOCKS EARLY_BYTES HOLD_EARLY
+//               ALIGNED CENTERED HAS_WEIGHT HAS_BIAS  X Y W (types of input, output, weight and bias)
 
 constexpr int VECTORS = ROW_LENGTH / VECTOR;
 constexpr int STRIDE = LANES * CLUSTER;
 constexpr int PER_LANE = ceil_div(VECTORS, STRIDE);
-constexpr int PER_THREAD = ceil_div(PER_LANE, GROUPS);
+// A power of two of a lane's vectors, so that each thread holds whole branches of the lane's tree.
+constexpr int PER_THREAD = GROUPS > 1 ? power_of_two_from(PER_LANE) / GROUPS : PER_LANE;
 constexpr int SLOTS = GROUPS > 1 ? 1 : THREADS / LANES;  // rows that a block takes
+static_assert(PER_THREAD > 0 && (GROUPS & (GROUPS - 1)) == 0, "threads share branches of a tree");
 static_assert(GROUPS == 1 || CLUSTER == 1, "a cluster's rows are long: one thread a lane");
 
 typedef Vector<W, VECTOR> WVector;
 // Where registers allow, weight and bias are asked for together with x: a call on a small tensor then
-// waits for memory once and not twice.
+// waits for memory once and not twice. HOLD_EARLY makes sure of it; else the compiler may still ask
+// later, and have the registers for more blocks.
 constexpr bool EARLY = PER_THREAD * WVector::BYTES <= EARLY_BYTES;
 
 // Products with this and `rsqrtf` are a rounding off division and `__frsqrt_rn`, as torch's are, and
 // spare a row some two hundred cycles of one instruction waiting for the other.
 constexpr float INVERSE_LENGTH = 1.0f / ROW_LENGTH;
 
-// The sum over a row, from the sums of a thread's vectors.
-template <int COUNT>
-struct Sum {
-  typedef RowSum<COUNT, LANES, THREADS, CLUSTER> Lanes;
-  static constexpr int CHAINS = smaller(PER_LANE, 4);  // additions that do not wait for each other
-  static constexpr bool THROUGH_MEMORY = GROUPS > 1 && LANES * GROUPS > 32;
-  struct Shared {
-    typename Lanes::Shared lanes;
-    float vectors[THROUGH_MEMORY ? PER_LANE : 1][COUNT][THROUGH_MEMORY ? LANES : 1];
-  };
-  Shared* shared;
-  Lanes lanes;
+typedef RowSum<1, LANES, THREADS, CLUSTER, GROUPS> FirstSum;
+typedef RowSum<CENTERED ? 2 : 1, LANES, THREADS, CLUSTER, GROUPS> SecondSum;
 
-  __device__ explicit Sum(Shared* memory) : shared(memory), lanes(&memory->lanes) {}
-
-  __device__ __forceinline__ void operator()(const float (&part)[PER_THREAD][COUNT],
-                                             float (&total)[COUNT]) {
-    const int lane = threadIdx.x % LANES;
-    if constexpr (THROUGH_MEMORY) {
-      const int group = threadIdx.x / LANES % GROUPS;
-#pragma unroll
-      for (int k = 0; k < PER_THREAD; ++k)
-        if (k * GROUPS + group < PER_LANE && threadIdx.x < LANES * GROUPS)
-#pragma unroll
-          for (int i = 0; i < COUNT; ++i)
-            shared->vectors[k * GROUPS + group][i][lane] = part[k][i];
-      __syncthreads();
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      float chain[CHAINS];
-#pragma unroll
-      for (int v = 0; v < PER_LANE; ++v) {
-        float one;
-        if constexpr (THROUGH_MEMORY)
-          one = shared->vectors[v][i][lane];
-        else if constexpr (GROUPS > 1)
-          one = __shfl_sync(0xffffffffu, part[v / GROUPS][i], v % GROUPS * LANES + lane);
-        else
-          one = part[v][i];
-        chain[v % CHAINS] = v < CHAINS ? one : chain[v % CHAINS] + one;
-      }
-      total[i] = tree_sum<CHAINS>(chain);
-    }
-    lanes(total);
-  }
-};
-
-typedef Sum<1> FirstSum;
-typedef Sum<CENTERED ? 2 : 1> SecondSum;
-
-// Left to itself the compiler aims at two blocks of 1024 threads, and spills.
-extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 0)
+// BLOCKS is how many of them a multiprocessor must have registers for; 0 leaves it to the compiler.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     hfai_layer_norm_forward(const X* __restrict__ x, const W* __restrict__ weight,
                             const W* __restrict__ bias, Y* __restrict__ y,
                             float* __restrict__ mean_out, float* __restrict__ rstd_out, float eps,
@@ -91,8 +46,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 0)
   __shared__ typename SecondSum::Shared second_shared;
   FirstSum sum(&first_shared);
   SecondSum second_sum(&second_shared);
-  const int first_vector = (CLUSTER > 1 ? cluster_rank() * LANES : 0) + threadIdx.x % LANES;
-  const int group = GROUPS > 1 ? threadIdx.x / LANES % GROUPS : 0;
+  const int lane = GROUPS > 1 ? threadIdx.x / GROUPS : threadIdx.x % LANES;
+  const int group = GROUPS > 1 ? threadIdx.x % GROUPS : 0;
+  const int first_vector = (CLUSTER > 1 ? cluster_rank() * LANES : 0) + lane;
   const i64 row = static_cast<i64>(blockIdx.x / CLUSTER) * SLOTS +
                   (GROUPS > 1 ? 0 : threadIdx.x / LANES);
   // Threads beyond the last row, or beyond a row's lanes, stay for the barriers. They read what
@@ -104,44 +60,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 0)
   const bool writes = in_rows && (THREADS == LANES * GROUPS * SLOTS || threadIdx.x < LANES * GROUPS);
   const X* __restrict__ source = x + (in_rows ? row : rows - 1) * ROW_LENGTH;
 
-  auto vector_of = [&](int k) { return first_vector + (k * GROUPS + group) * STRIDE; };
+  auto vector_of = [&](int k) { return first_vector + (group * PER_THREAD + k) * STRIDE; };
   auto holds = [&](int k) {
-    return ((k + 1) * GROUPS) * STRIDE <= VECTORS || vector_of(k) < VECTORS;
+    return ((GROUPS - 1) * PER_THREAD + k + 1) * STRIDE <= VECTORS || vector_of(k) < VECTORS;
   };
   auto column = [&](int k) { return holds(k) ? vector_of(k) * VECTOR : 0; };
+
+  WVector early_weight[EARLY ? PER_THREAD : 1], early_bias[EARLY ? PER_THREAD : 1];
+  auto early = [&](const W* affine) {
+    if constexpr (HOLD_EARLY)
+      return load_in_order<ALIGNED, W, VECTOR>(affine);
+    else
+      return load_kept<ALIGNED, W, VECTOR>(affine);
+  };
+  if constexpr (EARLY)
+#pragma unroll
+    for (int k = 0; k < PER_THREAD; ++k) {
+      if constexpr (HAS_WEIGHT) early_weight[k] = early(weight + column(k));
+      if constexpr (HAS_BIAS) early_bias[k] = early(bias + column(k));
+    }
 
   Vector<X, VECTOR> data[PER_THREAD];
 #pragma unroll
   for (int k = 0; k < PER_THREAD; ++k)
-    data[k] = load_kept<ALIGNED, X, VECTOR>(source + column(k));
-
-  WVector early_weight[EARLY ? PER_THREAD : 1], early_bias[EARLY ? PER_THREAD : 1];
-  if constexpr (EARLY)
-#pragma unroll
-    for (int k = 0; k < PER_THREAD; ++k) {
-      if constexpr (HAS_WEIGHT) early_weight[k] = load_kept<ALIGNED, W, VECTOR>(weight + column(k));
-      if constexpr (HAS_BIAS) early_bias[k] = load_kept<ALIGNED, W, VECTOR>(bias + column(k));
-    }
+    if constexpr (HOLD_EARLY)
+      data[k] = load_in_order<ALIGNED, X, VECTOR>(source + column(k));
+    else
+      data[k] = load_kept<ALIGNED, X, VECTOR>(source + column(k));
 
   float mean[1] = {0.0f};
   if constexpr (CENTERED) {
-    float part[PER_THREAD][1];
+    float part[PER_THREAD];
 #pragma unroll
     for (int k = 0; k < PER_THREAD; ++k) {
       float value[VECTOR];
 #pragma unroll
       for (int e = 0; e < VECTOR; ++e) value[e] = data[k][e];
       const float total = tree_sum<VECTOR>(value);
-      part[k][0] = holds(k) ? total : 0.0f;
+      part[k] = holds(k) ? total : -0.0f;
     }
-    sum(part, mean);
+    mean[0] = neighbour_sum<PER_THREAD>(part);
+    sum(mean);
     mean[0] = __fmul_rn(mean[0], INVERSE_LENGTH);
   }
 
   // The sum of squares, and of what the rounding of the mean left over: a constant row must come out
   // constant, however large it is (Chan, Golub and LeVeque 1983, the corrected two-pass algorithm).
-  constexpr int CHAINS = smaller(VECTOR, 2);  // as in Sum
-  float part[PER_THREAD][CENTERED ? 2 : 1], second[CENTERED ? 2 : 1];
+  constexpr int CHAINS = smaller(VECTOR, 2);  // additions that do not wait for each other
+  float parts[CENTERED ? 2 : 1][PER_THREAD], second[CENTERED ? 2 : 1];
 #pragma unroll
   for (int k = 0; k < PER_THREAD; ++k) {
     float squares[CHAINS] = {}, left_over[CHAINS] = {};
@@ -151,11 +117,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 0)
       squares[e % CHAINS] = __fmaf_rn(centered, centered, squares[e % CHAINS]);
       left_over[e % CHAINS] += centered;
     }
-    part[k][0] = holds(k) ? squares[0] + (CHAINS > 1 ? squares[CHAINS - 1] : 0.0f) : 0.0f;
-    if constexpr (CENTERED)
-      part[k][1] = holds(k) ? left_over[0] + (CHAINS > 1 ? left_over[CHAINS - 1] : 0.0f) : 0.0f;
+    if constexpr (CHAINS > 1) squares[0] += squares[1], left_over[0] += left_over[1];
+    parts[0][k] = holds(k) ? squares[0] : -0.0f;
+    if constexpr (CENTERED) parts[1][k] = holds(k) ? left_over[0] : -0.0f;
   }
-  second_sum(part, second);
+#pragma unroll
+  for (int i = 0; i < (CENTERED ? 2 : 1); ++i) second[i] = neighbour_sum<PER_THREAD>(parts[i]);
+  second_sum(second);
   float variance = __fmul_rn(second[0], INVERSE_LENGTH);
   if constexpr (CENTERED) {
     const float left_over = __fmul_rn(second[1], INVERSE_LENGTH);

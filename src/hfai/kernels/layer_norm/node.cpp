@@ -9,50 +9,22 @@
 // A `Call` holds what one configuration needs. Programs (compiled kernels) are asked of Python the
 // first time they are needed and then kept.
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <Python.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <atomic>
 #include <memory>
 #include <vector>
 
-#include "native/driver.hpp"
+#include "native/node.hpp"
 
 namespace {
 
-using at::Tensor;
-using hfai::Kernel;
+using namespace hfai;
 using torch::autograd::variable_list;
-
-struct WithoutGil {
-  PyThreadState *state = PyEval_SaveThread();
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-};
-
-struct WithGil {
-  PyGILState_STATE state = PyGILState_Ensure();
-  ~WithGil() { PyGILState_Release(state); }
-};
-
-struct Reference {
-  PyObject *object;
-  explicit Reference(PyObject *stolen) : object(stolen) {
-    if (object) return;
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  Reference(const Reference &) = delete;
-  ~Reference() { Py_DECREF(object); }
-};
 
 // One program as Python describes it (`description` in programs.py): numbers in a fixed order.
 struct Program {
@@ -118,36 +90,6 @@ void make(Program &program, PyObject *configuration, const char *method, int fla
   }
   program.owner = Py_NewRef(made.object);  // a kernel lives as long as Python's object for it
   program.made.store(true, std::memory_order_release);
-}
-
-void *current_stream(int device) {
-  if (device < 0) return nullptr;
-  using Function = int32_t (*)(int32_t, void **);
-  static const Function function = [] {
-    void *library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    void *symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    if (!symbol)
-      throw std::runtime_error("torch's library has no aoti_torch_get_current_cuda_stream");
-    return reinterpret_cast<Function>(symbol);
-  }();
-  void *stream = nullptr;
-  if (function(device, &stream) != 0) throw std::runtime_error("torch names no current stream");
-  return stream;
-}
-
-template <class... Arguments>
-void launch(const Kernel &kernel, int64_t grid, void *stream, Arguments... arguments) {
-  void *parameters[] = {&arguments...};
-  if (kernel.device >= 0) {
-    kernel.launch(static_cast<unsigned>(grid), stream, parameters);
-  } else {
-    reinterpret_cast<void (*)(int64_t, void **)>(kernel.function)(grid, parameters);
-  }
-}
-
-char *address(const Tensor &tensor) {
-  return tensor.defined() ? static_cast<char *>(const_cast<void *>(tensor.const_data_ptr()))
-                          : nullptr;
 }
 
 template <class... Pointers>
@@ -250,36 +192,6 @@ Gradients run_backward(Call &call, const Tensor &dy, const Tensor &x, const Tens
   return gradients;
 }
 
-// Whether a kernel may read a tensor: memory of its own, row by row. The keys are those of a plain
-// tensor; everything else that torch builds on dispatch (nested and sparse tensors, functorch's, a
-// sign kept aside as a bit) has another.
-bool is_plain(const Tensor &tensor) {
-  constexpr c10::DispatchKeySet plain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
-                                       c10::DispatchKey::ADInplaceOrView,
-                                       c10::DispatchKey::AutogradCPU,
-                                       c10::DispatchKey::AutogradCUDA,
-                                       c10::DispatchKey::AutocastCPU,
-                                       c10::DispatchKey::AutocastCUDA});
-  return (tensor.key_set() | plain) == plain && tensor.layout() == at::kStrided;
-}
-
-// Whether a kernel may read dy in this backward pass: nothing watches torch's operators.
-bool may_launch(const Tensor &dy) {
-  constexpr c10::DispatchKeySet watching({c10::DispatchKey::Python,
-                                          c10::DispatchKey::PythonDispatcher,
-                                          c10::DispatchKey::Functionalize,
-                                          c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
-                                          c10::DispatchKey::FuncTorchDynamicLayerBackMode});
-  return is_plain(dy) &&
-         (c10::impl::tls_local_dispatch_key_set().included_ & watching).empty() &&
-         !dy._fw_grad(0).defined();
-}
-
-Tensor unwrapped(PyObject *sequence, Py_ssize_t index) {
-  Reference item(PySequence_GetItem(sequence, index));
-  return item.object == Py_None ? Tensor() : THPVariable_Unpack(item.object);
-}
-
 // The gradients through torch's own operators, differentiable themselves.
 Gradients run_watched_backward(const Call &call, double eps, const Tensor &dy, const Tensor &x,
                                const Tensor &weight, bool need_x, bool need_weight,
@@ -367,20 +279,6 @@ constexpr const char *kCapsule = "hfai.kernels.layer_norm.Call";
 
 Call *call_of(PyObject *capsule) {
   return static_cast<Call *>(PyCapsule_GetPointer(capsule, kCapsule));
-}
-
-// Read a tensor, or None where that is allowed; false with a Python error set where it is neither.
-// (Errors of ours are raised through Python and never as torch's exceptions: formatting a number into
-// one has been seen to crash where this file's C++ library is newer than torch's.)
-bool read_tensor(PyObject *object, bool or_none, Tensor &tensor) {
-  if (object == Py_None && or_none) return true;
-  if (!THPVariable_Check(object)) {
-    PyErr_Format(PyExc_TypeError, "expected a tensor%s, got %s", or_none ? " or None" : "",
-                 Py_TYPE(object)->tp_name);
-    return false;
-  }
-  tensor = THPVariable_Unpack(object);
-  return true;
 }
 
 // Whether shapes and layouts are what the kernels take (`fits` in autograd.py asks the same).

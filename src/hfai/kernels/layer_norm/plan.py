@@ -16,7 +16,7 @@ LONG_ROW_THREADS = 512
 # Of weight, and of bias, that a thread asks for together with x; and the same where rows are few.
 EARLY_BYTES = 64
 FEW_ROWS_EARLY_BYTES = 256
-MOST_BYTES_EXCHANGED = 40 * 1024  # of the 48 KiB of static shared memory
+FEW_ROWS_THREADS = 128  # up to here, threads that share a row where rows are few
 # What a multiprocessor keeps for itself of each block's shared memory, and static arrays.
 SHARED_BYTES_RESERVED = 4096
 
@@ -30,7 +30,9 @@ class ForwardPlan:
     threads: int
     cluster: int
     groups: int
+    blocks: int
     early_bytes: int
+    hold_early: bool
 
     @property
     def rows_per_cluster(self) -> int:
@@ -111,19 +113,22 @@ def forward_plan(
         return None
     lanes, threads, cluster = lanes_and_more
     per_lane = -(-row_length // (vector * lanes * cluster))
-    early_bytes = 16 if vector == 8 and lanes >= 128 else EARLY_BYTES
+    elements = per_lane * vector
+    few_threads = (
+        threads <= 128 and vector >= 4 and elements <= 32 and not (vector == 8 and lanes >= 128)
+    )
+    # Else the compiler saves registers for more blocks than help; 1024 threads would spill.
+    blocks = 768 // threads if few_threads else threads // 1024
+    many = ForwardPlan(vector, lanes, threads, cluster, 1, blocks, EARLY_BYTES, False)
+    if not few_rows or cluster > 1 or threads > 256:
+        return many
     groups = 1
-    if few_rows and cluster == 1:
-        exchanged = 3 * 4 * per_lane * lanes  # bytes: one sum a vector, then two
-        if lanes <= 64:
-            groups = min(per_lane, 4 if lanes <= 32 else 2)
-        elif lanes == 128 and per_lane >= 8:
-            groups = 2
-        if exchanged > MOST_BYTES_EXCHANGED:
-            groups = 1
-        threads = 32 * -(-lanes * groups // 32)
-        early_bytes = FEW_ROWS_EARLY_BYTES if threads <= 256 else EARLY_BYTES
-    return ForwardPlan(vector, lanes, threads, cluster, groups, early_bytes)
+    if elements >= 24 and 32 <= lanes < FEW_ROWS_THREADS:
+        groups = min(_power_of_two_from(per_lane), FEW_ROWS_THREADS // lanes)
+        groups = _power_of_two_from(groups + 1) // 2
+    threads = 32 * -(-lanes * groups // 32)
+    hold_early = vector == 8 or row_length * x_bytes <= 8192
+    return ForwardPlan(vector, lanes, threads, 1, groups, 1, FEW_ROWS_EARLY_BYTES, hold_early)
 
 
 def _forward_lanes(

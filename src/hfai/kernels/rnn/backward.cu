@@ -12,7 +12,8 @@
 // Memory, beyond what forward.cu names:
 //   kept      [D][N][GATE_PITCH]  what forward left in `gates`
 //   dgates    [D][N][GATE_PITCH]  LSTM di, df, dg, do; GRU dn, dr, dz, dq; RNN dh (1 - h^2)
-//   mailbox   [2][groups][BLOCKS to][BLOCKS from][UNITS][SEQUENCES]  partial sums, starts as zeros
+//   mailbox   [2][groups][BLOCKS to][BLOCKS from][UNITS][SEQUENCES]  partial sums, starts as zeros;
+//             fp32, or with SHORT_MESSAGES in T
 //   dy        [N][D * HIDDEN], dhn, dcn, dh0, dc0 [D][B][HIDDEN]; dy, dhn, dcn may be null
 
 constexpr int THREADS = 32 * WARPS;
@@ -22,9 +23,14 @@ constexpr int M_TILES = ceil_div(WIDTH, 16 * WARPS);  // a warp's
 constexpr int SEQUENCES = TILES * COLUMNS;
 constexpr int CELLS = UNITS * SEQUENCES;
 constexpr int ITEMS = ceil_div(CELLS, THREADS);
-// A part of a mailbox is read in vectors of four; SENDERS threads read the same vector of different
-// senders side by side.
-constexpr int VECTORS = CELLS / 4;
+// A part of a mailbox is read in vectors of four words; SENDERS threads read the same vector of
+// different senders side by side.
+constexpr int IN_WORD = SHORT_MESSAGES ? 2 : 1;
+constexpr int MESSAGE = CELLS / IN_WORD;  // words
+// A partial sum is a small part of dh: fp16 holds it scaled as well as it holds dh.
+constexpr float SCALE = SHORT_MESSAGES ? 16.0f : 1.0f;
+constexpr int IN_VECTOR = 4 * IN_WORD;
+constexpr int VECTORS = CELLS / IN_VECTOR;
 constexpr int SENDERS = THREADS / VECTORS;
 constexpr int PARTS = ceil_div(BLOCKS, SENDERS);  // a thread's
 constexpr int AT_ONCE = smaller(PARTS, 8);
@@ -32,7 +38,8 @@ constexpr int AT_ONCE = smaller(PARTS, 8);
 constexpr int PREFETCHED = 2;
 constexpr int SUMMED = 32 / smaller(32, VECTORS);  // senders whose vectors one warp adds up
 constexpr int PARTIALS = SENDERS / SUMMED;
-static_assert(THREADS % VECTORS == 0 && CELLS % 4 == 0, "a message is a whole number of vectors");
+static_assert(THREADS % VECTORS == 0 && CELLS % IN_VECTOR == 0, "a message is whole vectors");
+static_assert(!SHORT_MESSAGES || PRECISION == HALF, "two values of T make a word");
 static_assert((VECTORS & (VECTORS - 1)) == 0, "lanes are added in pairs");
 // dgates of one sequence in shared memory, in words: no two quads of a load meet in a bank.
 constexpr int DGATES_PITCH = CHUNKS * 16 + (CHUNKS % 2 == 0 ? 16 : 0);
@@ -46,7 +53,7 @@ extern __shared__ float memory[];
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_rnn_backward(const T* kept, const T* cells, const T* c0, const T* exchange, const T* dy,
                       const T* dhn, const T* dcn, const T* weight_0, const T* weight_1, T* dgates,
-                      T* dh0, T* dc0, float* mailbox, const i64* lengths, const i64* offsets,
+                      T* dh0, T* dc0, u32* mailbox, const i64* lengths, const i64* offsets,
                       i64 steps, i64 batch, i64 rows, i64 first_group, u32* status) {
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -93,9 +100,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto receive = [&](i64 step) {
     const u32 tag = tag_of(step);
     const int vector = threadIdx.x % VECTORS, sender = threadIdx.x / VECTORS;
-    const float* source =
-        mailbox + (((step & 1) * groups + here) * BLOCKS + block) * BLOCKS * CELLS + vector * 4;
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const u32* source =
+        mailbox + (((step & 1) * groups + here) * BLOCKS + block) * BLOCKS * MESSAGE + vector * 4;
+    float sum[IN_VECTOR];
+#pragma unroll
+    for (int i = 0; i < IN_VECTOR; ++i) sum[i] = 0.0f;
 #pragma unroll
     for (int first = 0; first < PARTS; first += AT_ONCE) {
       u32 word[AT_ONCE][4];
@@ -104,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k)
           if (there(k) && any_untagged(word[k], tag))
-            load_shared_by_device(word[k], source + (sender + (first + k) * SENDERS) * CELLS);
+            load_shared_by_device(word[k], source + (sender + (first + k) * SENDERS) * MESSAGE);
       };
       auto waiting = [&] {
         bool untagged = false;
@@ -123,18 +132,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int k = 0; k < AT_ONCE; ++k)
         if (there(k))
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sum[i] += without_tag(word[k][i]);
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (SHORT_MESSAGES) {
+              sum[2 * i] += value_of_half<T>(word[k][i] & 0xfffeu);
+              sum[2 * i + 1] += value_of_half<T>(word[k][i] >> 16);
+            } else {
+              sum[i] += without_tag(word[k][i]);
+            }
+          }
     }
     patience.rest();
     if constexpr (VECTORS < 32) {
 #pragma unroll
       for (int distance = VECTORS; distance < 32; distance *= 2)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], distance);
+        for (int i = 0; i < IN_VECTOR; ++i)
+          sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], distance);
     }
     if (sender % SUMMED == 0)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) shared.partial[sender / SUMMED][vector * 4 + i] = sum[i];
+      for (int i = 0; i < IN_VECTOR; ++i)
+        shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i] / SCALE;
     return !__syncthreads_or(patience.lost);
   };
   auto received = [&](int item) {
@@ -244,7 +262,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     const u32 tag = tag_of(step);
-    float* target = mailbox + ((step & 1) * groups + here) * BLOCKS * BLOCKS * CELLS + block * CELLS;
+    u32* const target =
+        mailbox + (((step & 1) * groups + here) * BLOCKS * BLOCKS + block) * MESSAGE;
 #pragma unroll 1
     for (int tile = 0; tile < TILES; ++tile) {
       const int column = lane / 4;
@@ -270,11 +289,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int to = (warp * M_TILES + m) * 16 + lane / 4 + half * 8;
-          if (to < WIDTH && lane % 4 * 2 < COLUMNS)
-            store_shared_by_device(
-                target + (static_cast<i64>(to / UNITS) * BLOCKS * UNITS + to % UNITS) * SEQUENCES +
-                    pair,
-                with_tag(sum[half * 2], tag), with_tag(sum[half * 2 + 1], tag));
+          if (to >= WIDTH || lane % 4 * 2 >= COLUMNS) continue;
+          const float first = sum[half * 2], second = sum[half * 2 + 1];
+          u32* const place =
+              target + ((static_cast<i64>(to / UNITS) * BLOCKS * UNITS + to % UNITS) * SEQUENCES +
+                        pair) / IN_WORD;
+          if constexpr (SHORT_MESSAGES)
+            store_shared_by_device(place, with_tag(first * SCALE, second * SCALE, tag));
+          else
+            store_shared_by_device(place, with_tag(first, tag), with_tag(second, tag));
         }
       }
     }

@@ -58,4 +58,20 @@ __device__ __forceinline__ bool any_untagged(const u32 (&word)[4], u32 tag) {
   const u32 any = word[0] | word[1] | word[2] | word[3];
   return ((tag ? ~all : any) & 1) != 0;
 }
+// Two values of half precision in one word, of which the first gives its lowest bit for the tag.
+__device__ __forceinline__ u32 with_tag(float first, float second, u32 tag) {
+  const u32 word = pack_pair<T>(first, second), low = word & 0xffffu;
+  const u32 rounded = first != first ? 0x7ffeu : (low + (low >> 1 & 1)) & 0xfffeu;
+  return (word & 0xffff0000u) | rounded | tag;
+}
+template <class H>
+__device__ __forceinline__ float value_of_half(u32 bits) {
+  H value;
+  value.bits = static_cast<u16>(bits);
+  return to_float(value);
+}
+template <>
+__device__ __forceinline__ float value_of_half<float>(u32) {
+  return 0.0f;  // never reached
+}
 __device__ __forceinline__ float without_tag(u32 word) { return __uint_as_float(word & ~1u); }

@@ -61,6 +61,23 @@ def layer(
     return torch.cat(outputs, -1), torch.stack(last_h), cn
 
 
+def step(
+    cell: Cell,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return h and c (None without c) after one step of [batch, …] operands."""
+    from_input = torch.nn.functional.linear(x, w_ih, b_ih)
+    from_hidden = torch.nn.functional.linear(h, w_hh, b_hh)
+    new_h, new_c = _cell(cell, from_input, from_hidden, h, h if c is None else c)
+    return new_h, new_c if cell.has_c else None
+
+
 def _cell(
     cell: Cell, from_input: Tensor, from_hidden: Tensor, h: Tensor, c: Tensor
 ) -> tuple[Tensor, Tensor]:

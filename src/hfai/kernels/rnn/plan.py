@@ -74,6 +74,8 @@ class Plan:
     forward_look_after: int = 0
     """Cycles after sending that a block waits before it first looks for what others sent."""
     backward_look_after: int = 0
+    short_messages: bool = False
+    """HALF only: backward's partial sums travel in half precision, half the bytes."""
 
     @property
     def blocks(self) -> int:
@@ -110,8 +112,8 @@ class Plan:
         return self.directions * -(-batch // self.sequences)
 
     def mailbox_floats(self, groups: int) -> int:
-        """Return the size of backward's `mailbox` for so many groups, in floats."""
-        return 2 * groups * self.blocks**2 * self.cells
+        """Return the size of backward's `mailbox` for so many groups, in words of 4 bytes."""
+        return 2 * groups * self.blocks**2 * self.cells // (2 if self.short_messages else 1)
 
     @property
     def forward_shared_bytes(self) -> int:
@@ -122,7 +124,7 @@ class Plan:
     @property
     def backward_shared_bytes(self) -> int:
         """Dynamic shared memory of backward.cu."""
-        vectors = self.cells // 4
+        vectors = self.cells // (8 if self.short_messages else 4)
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
@@ -180,7 +182,11 @@ class Plan:
             "TILES": self.tiles,
             "WIDE_REST": self.wide_rest,
             "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
-            **({"AT_ONCE": self.forward_at_once} if forward else {}),
+            **(
+                {"AT_ONCE": self.forward_at_once}
+                if forward
+                else {"SHORT_MESSAGES": self.short_messages}
+            ),
             "WARPS": self.forward_warps if forward else self.backward_warps,
             "GATE_PITCH": self.gate_pitch,
         }

@@ -1,0 +1,110 @@
+"""LSTMCell, GRUCell and RNNCell: torch's modules with one autograd node and kernel a step.
+
+Parameters are read by attribute on every call; nothing is kept between calls. A call that the
+kernels do not cover, or that torch must refuse, goes to torch's own forward as it came.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfai.kernels.cell import call
+from hfai.kernels.rnn.plan import Cell
+from hfai.nn.path import Path
+from hfai.nn.rnn import as_leaf, as_torch
+
+_OF_RNN = {"tanh": Cell.RNN_TANH, "relu": Cell.RNN_RELU}
+
+
+class LSTMCell(nn.LSTMCell):
+    """`torch.nn.LSTMCell`, faster on CUDA for fp32, fp16 and bf16."""
+
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> Any:
+        """Make one step of `input`, [batch, inputs], from hx = (h, c), [batch, hidden] each."""
+        if not torch.compiler.is_compiling():
+            if isinstance(input, torch.fx.Proxy):
+                return as_leaf(self, input, hx)
+            h = c = None
+            if hx is not None and isinstance(hx, (tuple, list)) and len(hx) == 2:
+                h, c = hx
+            if hx is None or h is not None:
+                made = _step(self, Cell.LSTM, input, h, c)
+                if made is not None:
+                    return made
+        # torch's class by name: a forward that was kept aside may outlive the conversion back.
+        return nn.LSTMCell.forward(self, input, hx)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return as_torch(self, nn.LSTMCell)
+
+    def explain_path(self) -> Path:
+        """Return the path that calls take with the parameters as they are now."""
+        return _explain(self)
+
+
+class GRUCell(nn.GRUCell):
+    """`torch.nn.GRUCell`, faster on CUDA for fp32, fp16 and bf16."""
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Any:
+        """Make one step of `input`, [batch, inputs], from hx, [batch, hidden]."""
+        if not torch.compiler.is_compiling():
+            if isinstance(input, torch.fx.Proxy):
+                return as_leaf(self, input, hx)
+            made = _step(self, Cell.GRU, input, hx, None)
+            if made is not None:
+                return made[0]
+        return nn.GRUCell.forward(self, input, hx)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return as_torch(self, nn.GRUCell)
+
+    def explain_path(self) -> Path:
+        """Return the path that calls take with the parameters as they are now."""
+        return _explain(self)
+
+
+class RNNCell(nn.RNNCell):
+    """`torch.nn.RNNCell` (tanh or relu), faster on CUDA for fp32, fp16 and bf16."""
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Any:
+        """Make one step of `input`, [batch, inputs], from hx, [batch, hidden]."""
+        if not torch.compiler.is_compiling():
+            if isinstance(input, torch.fx.Proxy):
+                return as_leaf(self, input, hx)
+            cell = _OF_RNN.get(self.nonlinearity)
+            made = None if cell is None else _step(self, cell, input, hx, None)
+            if made is not None:
+                return made[0]
+        return nn.RNNCell.forward(self, input, hx)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return as_torch(self, nn.RNNCell)
+
+    def explain_path(self) -> Path:
+        """Return the path that calls take with the parameters as they are now."""
+        return _explain(self)
+
+
+def _step(
+    module: nn.RNNCellBase, cell: Cell, x: Tensor, h: Tensor | None, c: Tensor | None
+) -> tuple[Tensor, ...] | None:
+    return call.step(
+        cell, x, h, c, module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh
+    )
+
+
+def _explain(module: nn.RNNCellBase) -> Path:
+    """Answer for the usual case: a call without autocast, its input like the parameters."""
+    if not torch.cuda.is_available():
+        return Path("torch", "no CUDA device: the kernels are for CUDA")
+    weights = (module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh)
+    reason = call.why_not_configured(weights[0], weights)
+    if reason is not None:
+        return Path("torch", reason)
+    return Path("hfai", "torch's products, one kernel for the rest; autocast takes torch's")
