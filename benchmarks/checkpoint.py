@@ -19,7 +19,6 @@ import functools
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -41,9 +40,11 @@ from hfai.checkpoint.parts import Part
 from hfai.checkpoint.plan import plan
 
 RANKS = 2
+TENSORS = 2000  # of the simulated plan
 BASELINE = "torch DCP"
 WAYS = ("hfai", BASELINE, "torch DCP, 2 threads", "torch.save, a file a rank")
 SAFETENSORS = "safetensors, a file a rank"
+UNITS = ("GB/s", "GB per second of a core")
 State = dict[str, Any]
 
 
@@ -129,13 +130,14 @@ def way_functions(way: str, place: str, rank: int) -> tuple[Callable[[State], No
     return save, load
 
 
-def slowest(call: Callable[[], object]) -> float:
-    """Return the seconds from all ranks' start to all ranks' end."""
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds from all ranks' start to all ranks' end, and those of all processors."""
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     call()
-    dist.barrier()
-    return time.perf_counter() - start
+    mine = torch.tensor(time.process_time() - used, dtype=torch.float64)
+    dist.all_reduce(mine)
+    return time.perf_counter() - start, float(mine)
 
 
 def measure(
@@ -143,28 +145,42 @@ def measure(
 ) -> None:
     """Run all rounds in one rank; rank 0 writes the figures."""
     torch.set_num_threads(1)
-    shared: Any = dist.FileStore(f"{work}/store", RANKS)  # type: ignore[attr-defined]
+    # As under torchrun; the port is rank 0's choice.
+    told: Any = dist.FileStore(f"{work}/store", RANKS)  # type: ignore[attr-defined]
+    port = 0 if rank == 0 else int(told.get("port"))
+    tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
+    shared = tcp("127.0.0.1", port, RANKS, rank == 0, wait_for_workers=False)
+    if rank == 0:
+        told.set("port", str(shared.port))
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=RANKS)
     state = make_state(size, rank)
     total = RANKS * sum(tensor.nbytes for tensor in local_of(state).values())
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     figures: dict[str, dict[str, list[float]]] = {}
+
+    def note(what: str, place: str, way: str, seconds: tuple[float, float]) -> None:
+        for unit, found in zip(UNITS, seconds, strict=True):
+            rows = figures.setdefault(f"{what}|{place}|{unit}", {})
+            rows.setdefault(way, []).append(total / 1e9 / found)
+
+    few = dict(list(state.items())[:3])
+    for way in names:  # imports, and what is made once
+        for call in way_functions(way, f"{places[0]}/first", rank):
+            call(few)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(f"{places[0]}/first")
+        dist.barrier()
     for place in places:
         for turn in range(rounds):
             for step in range(len(names)):
                 way = names[(turn + step) % len(names)]
                 path = f"{place}/{way.partition(',')[0].replace(' ', '-')}-{step}"
                 save, load = way_functions(way, path, rank)
-                seconds = slowest(functools.partial(save, state))
-                figures.setdefault(f"save, {place}", {}).setdefault(way, []).append(
-                    total / 1e9 / seconds
-                )
+                note("save", place, way, timed(functools.partial(save, state)))
                 for tensor in local_of(target).values():
                     tensor.zero_()
-                seconds = slowest(functools.partial(load, target))
-                figures.setdefault(f"load, {place}", {}).setdefault(way, []).append(
-                    total / 1e9 / seconds
-                )
+                note("load", place, way, timed(functools.partial(load, target)))
                 for name, tensor in local_of(target).items():
                     if not torch.equal(tensor, state[name].to_local()):
                         raise RuntimeError(f"{way} loads {name} wrongly")
@@ -179,7 +195,7 @@ def measure(
     dist.destroy_process_group()
 
 
-def background(rank: int, place: str, state: State) -> dict[str, float]:
+def background(rank: int, place: str, state: State) -> dict[str, list[float]]:
     """Return what an asynchronous save with a small budget costs in host memory."""
     from hfai.checkpoint.staging import HostPool
 
@@ -187,15 +203,10 @@ def background(rank: int, place: str, state: State) -> dict[str, float]:
     pool = HostPool(budget)
     before = _resident()
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark counts from now
-    start = time.perf_counter()
-    handle = checkpoint.save_async(f"{place}/async", state, rng=False, pool=pool, threads=1)
-    called = time.perf_counter() - start
-    handle.wait()
+    checkpoint.save_async(f"{place}/async", state, rng=False, pool=pool, threads=1).wait()
     found = {
-        "budget_mb": budget / 1e6,
-        "peak_extra_mb": (_resident("VmHWM") - before) / 1e6,
-        "call_seconds": called,
-        "seconds": time.perf_counter() - start,
+        "host_budget": [budget / 1e6],
+        "most memory beyond that before": [(_resident("VmHWM") - before) / 1e6],
     }
     dist.barrier()
     if rank == 0:
@@ -233,22 +244,14 @@ def planning(ranks: int, tensors: int) -> dict[str, float]:
     start = time.process_time()
     files = {f"rank-{rank:05d}.json": (len(data), digest(b"%d" % rank)) for rank in range(ranks)}
     files.update({f"rank-{rank:05d}.safetensors": (layout.size, "") for rank in range(ranks)})
-    record = Commit("0" * 16, ranks, files, "now").encode()
+    Commit("0" * 16, ranks, files, "now").encode()
     commit = time.process_time() - start
     start = time.process_time()
     for _ in range(ranks):
         digest(data)
         decode_index(data, "index")
     read = time.process_time() - start
-    return {
-        "ranks": ranks,
-        "tensors": tensors,
-        "seconds of each rank": own,
-        "seconds of rank 0 for the commit record": commit,
-        "seconds to read all indexes": read,
-        "index bytes of a rank": len(data),
-        "commit bytes": len(record),
-    }
+    return {"each rank's plan": own, "rank 0's record": commit, "reading all indexes": read}
 
 
 @click.command()
@@ -290,18 +293,34 @@ def main(
         start(measure, (disk, places, int(gigabytes * 1e9), rounds, names), nprocs=RANKS)
         found = json.loads(Path(disk, "figures").read_text())
     for key, figures in found["figures"].items():
-        what, _, place = key.partition(", ")
+        what, place, unit = key.split("|")
         made["cases"].append(
-            ways.as_case(f"{what}, {labels[place]}", "GB/s", figures, BASELINE, say=click.echo)
+            ways.as_case(f"{what}, {labels[place]}", unit, figures, BASELINE, say=click.echo)
         )
-    made["asynchronous"] = found["async"]
-    click.echo(f"asynchronous save: {found['async']}")
-    made["planning"] = []
+    made["cases"].append(
+        ways.as_case(
+            "an asynchronous save, memory of a rank",
+            "MB",
+            found["async"],
+            None,
+            lower_is_better=True,
+            say=click.echo,
+        )
+    )
+    times: dict[str, list[float]] = {}
     for ranks in (planning_ranks // 4, planning_ranks // 2, planning_ranks):
-        rows = [planning(ranks, 2000) for _ in range(3)]
-        middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        made["planning"].append({k: float(f"{v:.4g}") for k, v in middle.items()})
-        click.echo(f"planning: {made['planning'][-1]}")
+        for what, seconds in planning(ranks, TENSORS).items():
+            times[f"{what}, {ranks} ranks"] = [seconds]
+    made["cases"].append(
+        ways.as_case(
+            f"planning, {TENSORS} tensors on each rank",
+            "s of a core",
+            times,
+            None,
+            lower_is_better=True,
+            say=click.echo,
+        )
+    )
     made["complete"] = not directories
     if str(out) != "-":
         result.write(out, made)

@@ -253,6 +253,13 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="step is '3'"):
+        checkpoint.save(tmp_path / "a", {"w": torch.ones(1)}, step="3")  # type: ignore[arg-type]
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match="step is -1"):
+        manager.save(-1, {"w": torch.ones(1)})
+
+
 def test_no_thread_is_left_after_close(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with CheckpointManager(tmp_path) as manager:

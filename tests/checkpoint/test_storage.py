@@ -96,6 +96,12 @@ def test_an_upload_that_fails_in_the_middle_leaves_no_checkpoint(
     writer.abort()
     assert place.files() == {}
     assert not place.is_committed()
+    # One that was committed, whatever its process was told.
+    checkpoint.save(url, {"w": torch.ones(3)}, storage=options, rng=False)
+    late = place.writer(CheckpointFiles(place).commit.generation)
+    late._committing = True
+    late.abort()
+    assert checkpoint.load(url, storage=options)["model"]["w"].all()
 
 
 @pytest.mark.parametrize("scheme", ["memory", "local"])

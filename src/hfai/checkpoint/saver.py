@@ -149,6 +149,9 @@ class Saver:
         self, location: Location, take: Take, step: int | None, epoch: int | None
     ) -> Prepared:
         """Decide what this rank writes, when a save that is running has ended."""
+        for name, value in (("step", step), ("epoch", epoch)):
+            if value is not None and type(value) is not int:
+                raise TypeError(f"{name} is {value!r}: give an int, or None")
         if self._running is not None:
             self._running._done.wait()
             self._running._unguard()

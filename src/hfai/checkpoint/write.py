@@ -133,9 +133,9 @@ class Staging:
         while (item := self._queue.get()) is not None:
             segment, buffer, events = item
             try:
+                for event in events:  # also of a save that failed: the buffer is used again
+                    event.synchronize()
                 if not self._failed:
-                    for event in events:
-                        event.synchronize()
                     views = [bytes_of(buffer)[: segment.length]]
                     self._prepared.contents.hash(segment, views)
                     sink.write(segment.begin, views)
@@ -148,6 +148,8 @@ class Staging:
         while not self._queue.empty():
             item = self._queue.get()
             if item is not None:
+                for event in item[2]:
+                    event.synchronize()
                 self._pool.release(item[1])
 
 

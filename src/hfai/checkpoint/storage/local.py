@@ -109,6 +109,7 @@ class LocalLocation(Location):
 class _LocalWriter(Writer):
     def __init__(self, target: Path, generation: str) -> None:
         self._target = target
+        _need_replaceable(target)  # now, not when all is written
         self._work = target.with_name(f".{target.name}.{generation}{_TEMPORARY}")
         self._descriptor = _made_and_locked(self._work)
 
@@ -259,10 +260,7 @@ def _put_in_place(work: Path, target: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        if not (target / COMMIT).is_file():
-            raise FileExistsError(
-                errno.EEXIST, "is there and is no checkpoint: give another name", str(target)
-            )
+        _need_replaceable(target)
         try:
             if not _exchange(work, target):
                 _swap_by_two_renames(work, target)
@@ -270,6 +268,16 @@ def _put_in_place(work: Path, target: Path) -> None:
         except FileNotFoundError:
             continue
     raise OSError(errno.EBUSY, "other writers replace it all the time", str(target))
+
+
+def _need_replaceable(target: Path) -> None:
+    """Refuse to replace what is no checkpoint; an empty directory may be."""
+    if not target.exists() or (target / COMMIT).is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise FileExistsError(
+            errno.EEXIST, "is there and is no checkpoint: give another name", str(target)
+        )
 
 
 def _exchange(first: Path, second: Path) -> bool:

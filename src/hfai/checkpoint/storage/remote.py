@@ -143,6 +143,7 @@ class _RemoteWriter(Writer):
     ) -> None:
         self._location, self._prefix, self._store = location, prefix, store
         self._generation = generation
+        self._committing = False
 
     def create(self, name: str, size: int) -> Sink:
         return _RemoteSink(self._store.open(f"{self._prefix}/{name}"))
@@ -155,6 +156,7 @@ class _RemoteWriter(Writer):
 
     def commit(self, record: bytes) -> None:
         before = self._names_before()
+        self._committing = True
         self.put(COMMIT, record)
         with contextlib.suppress(OSError):  # they are in nobody's way
             self._store.delete([f"{self._prefix}/{name}" for name in before])
@@ -167,7 +169,21 @@ class _RemoteWriter(Writer):
         except (OSError, RuntimeError):
             return []
 
+    def _may_be_committed(self) -> bool:
+        """Whether the commit object may name this save: a request that failed may have arrived."""
+        if not self._committing:
+            return False
+        try:
+            record = self._location.read(COMMIT)
+            return decode_commit(record, self._location.path).generation == self._generation
+        except FileNotFoundError:
+            return False
+        except (OSError, RuntimeError):
+            return True
+
     def abort(self) -> None:
+        if self._may_be_committed():
+            return
         with contextlib.suppress(OSError, RuntimeError):
             mine = [n for n in self._location.files() if n.startswith(f"{self._generation}-")]
             self._store.delete([f"{self._prefix}/{name}" for name in mine])
