@@ -2,8 +2,9 @@
 
 A forked process has its parent's handlers, and would note a request that nobody asks it about, or
 not end when its parent ends it. A hook that runs in every forked child (`os.register_at_fork`) puts
-back what was there before. A worker of torch's DataLoader needs more, since a signal to the whole
-job reaches it as well: it ignores requests from everyone but its parent (see
+back what was there before; signals that come while the child is made wait until then, because
+Python forgets those that a new child gets. A worker of torch's DataLoader needs more, since a
+signal to the whole job reaches it as well: it ignores requests from everyone but its parent (see
 `native/worker_signals.cpp`).
 
 torch sets handlers of its own at the start of a worker, after any hook of ours; what runs later in
@@ -20,6 +21,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import util
 from types import FrameType
@@ -56,12 +58,24 @@ class ForkHooks:
 
     def __init__(self, in_child: Callable[[bool], None]) -> None:
         self._in_child = in_child
-        os.register_at_fork(after_in_child=self._after_fork)
+        self._thread = threading.local()  # several threads may fork at once
+        os.register_at_fork(
+            before=self._before_fork,
+            after_in_parent=self._restore_mask,
+            after_in_child=self._after_fork,
+        )
         # It runs later, when a child of multiprocessing knows what it is to do.
         util.register_after_fork(self, ForkHooks._in_process)
 
+    def _before_fork(self) -> None:
+        self._thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+
+    def _restore_mask(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._thread.mask)
+
     def _after_fork(self) -> None:
         self._in_child(False)
+        self._restore_mask()
 
     def _in_process(self) -> None:
         if _wrap_worker(multiprocessing.current_process()):
