@@ -2,6 +2,7 @@
 
     python benchmarks/allreduce.py                                # the published table, 5 minutes
     python benchmarks/allreduce.py --ranks 2 --most 1 --rounds 3 --out -     # a quick look
+    python benchmarks/allreduce.py --device cuda                  # GPUs (allreduce_cuda.py), 4 min
 
 Every round times each way in turn, starting with another one each round, and a ratio is taken round
 by round: other work on the machine then weighs on all. A round is a number of calls back to back
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -118,10 +120,25 @@ def summary(row: dict[str, Any]) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--ranks", "counts", type=click.IntRange(2), multiple=True, default=(2, 4))
+@click.option(
+    "--ranks",
+    "counts",
+    type=click.IntRange(2),
+    multiple=True,
+    help="[default: 2 and 4; with cuda as many as GPUs, but 2]",
+)
 @click.option("--dtype", "dtypes", type=click.Choice(list(DTYPES)), multiple=True)
 @click.option("--most", type=float, default=256, show_default=True, help="MiB of the largest.")
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), help="[default: 9; with cuda 5]")
+@click.option(
+    "--budget",
+    type=click.FloatRange(20),
+    default=240,
+    show_default=True,
+    help="Seconds for each number of ranks, with cuda: what is not measured by then is left out.",
+)
+@click.option("--way", "ways", type=click.Choice(list(allreduce_cuda.WAYS)), multiple=True)
+@click.option("--part", "parts", type=click.Choice(allreduce_cuda.PARTS), multiple=True)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -132,40 +149,68 @@ def main(
     counts: tuple[int, ...],
     dtypes: tuple[str, ...],
     most: float,
-    rounds: int,
+    rounds: int | None,
+    budget: float,
+    ways: tuple[str, ...],
+    parts: tuple[str, ...],
     out: Path | None,
 ) -> None:
-    """Measure all-reduces of CPU tensors, or of GPUs' (benchmarks/allreduce_cuda.py)."""
+    """Measure all-reduces of CPU tensors, or of GPUs' (benchmarks/allreduce_cuda.py).
+
+    --way and --part, with cuda, measure only these.
+    """
     if device == "cuda":
-        on_gpus(counts, rounds, out)
+        on_gpus(counts, rounds or 5, budget, ways, parts, out)
     else:
-        on_cpu(counts, dtypes, most, rounds, out)
+        on_cpu(counts or (2, 4), dtypes, most, rounds or 9, out)
 
 
-def on_gpus(counts: tuple[int, ...], rounds: int, out: Path | None) -> None:
+def on_gpus(
+    counts: tuple[int, ...],
+    rounds: int,
+    budget: float,
+    ways: tuple[str, ...],
+    parts: tuple[str, ...],
+    out: Path | None,
+) -> None:
     """Measure one rank, then each number of ranks, on the GPUs there are."""
     if not torch.cuda.is_available():
         click.echo("allreduce.py: torch finds no CUDA device: use --device cpu", err=True)
         sys.exit(1)
     gpu = torch.device("cuda")
+    count = torch.cuda.device_count()
+    counts = counts or (max(2, count),)
+    options = "".join(f" --ranks {ranks}" for ranks in counts) + f" --rounds {rounds}"
+    options += "".join(f" --way {shlex.quote(way)}" for way in ways)
+    options += "".join(f" --part {part}" for part in parts)
     result: dict[str, Any] = {
         "operator": "allreduce",
-        "machine": machine.describe(gpu) | {"gpus": torch.cuda.device_count()},
-        "versions": machine.versions(gpu),
+        "machine": machine.describe(gpu) | {"gpus": count},
+        "versions": machine.versions(gpu) | {"nccl": _nccl_version()},
         "commit": machine.commit(),
         "date": machine.now(),
-        "command": f"python benchmarks/allreduce.py --device cuda --rounds {rounds} "
-        + " ".join(f"--ranks {ranks}" for ranks in counts),
+        "command": f"python benchmarks/allreduce.py --device cuda{options} --budget {budget:g}",
+        "peer_access": count > 1
+        and all(
+            torch.cuda.can_device_access_peer(a, b)
+            for a in range(count)
+            for b in range(count)
+            if a != b
+        ),
+        "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", ""),
         "complete": True,
         "cases": [],
     }
-    for ranks in (1, *counts):
-        with tempfile.TemporaryDirectory() as work:
-            start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-            start(allreduce_cuda.measure, (ranks, work, rounds), nprocs=ranks)
-            lines = Path(work, "cases").read_text().splitlines()
-            result["cases"] += [json.loads(line) for line in lines]
-    write(result, "allreduce_cuda", out)
+    name = "allreduce_cuda" if count >= max(counts) else "allreduce_cuda_shared"
+    for ranks in counts:
+        allreduce_cuda.measure(
+            result, lambda found: write(found, name, out), ranks, rounds, budget, ways, parts
+        )
+
+
+def _nccl_version() -> str:
+    version: Any = torch.cuda.nccl.version
+    return ".".join(map(str, version()))
 
 
 def on_cpu(

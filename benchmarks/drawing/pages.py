@@ -3,7 +3,7 @@
     <!-- figures:layer_norm -->         kernel times
     <!-- figures:layer_norm:calls -->   whole calls
     <!-- figures:layer_norm:grid -->    the grid: what it found, and its plots
-    <!-- figures:allreduce_cpu -->      all-reduces
+    <!-- figures:allreduce_cpu -->      all-reduces; _cuda, _cuda_shared, _nodes likewise
     <!-- figures:images:ways -->        several ways of one thing (benchmarks/harness/ways.py)
     <!-- /figures -->                   closes each of them
 
@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.drawing import allreduce, plots, sweeps, tables, ways
+from benchmarks.drawing import allreduce, allreduce_more, plots, sweeps, tables, ways
 from benchmarks.drawing.results import Result
 
 OPEN = re.compile(r"<!--\s*figures:([\w:.-]+)\s*-->")
@@ -63,8 +63,11 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
     if name.startswith("allreduce"):
         measured = [result for result in results if result.name == name]
         if not measured:
-            return "Not measured yet: `python benchmarks/allreduce.py` does."
-        return "\n\n".join(allreduce.table(result) for result in measured)
+            script = "allreduce_nodes.py" if name == "allreduce_nodes" else "allreduce.py"
+            device = " --device cuda" if "cuda" in name else ""
+            return f"Not measured yet: `python benchmarks/{script}{device}` does."
+        draws = {"allreduce_nodes": allreduce_more.nodes, "allreduce_cpu": allreduce.table}
+        return "\n\n".join(draws.get(name, allreduce_more.gpus)(one) for one in measured)
     operator, _, kind = name.partition(":")
     kind = kind or "kernel"
     if kind not in KINDS:

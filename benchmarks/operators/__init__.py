@@ -8,6 +8,7 @@ from benchmarks.operators.gru_cell import GRUCell
 from benchmarks.operators.layer_norm import LayerNorm
 from benchmarks.operators.lstm import LSTM
 from benchmarks.operators.lstm_cell import LSTMCell
+from benchmarks.operators.mha import MHA
 from benchmarks.operators.rms_norm import RMSNorm
 from benchmarks.operators.rnn import RNN
 
@@ -17,6 +18,7 @@ OPERATORS: dict[str, type[Operator]] = {
     LSTM.name: LSTM,
     GRU.name: GRU,
     RNN.name: RNN,
+    MHA.name: MHA,
     LSTMCell.name: LSTMCell,
     GRUCell.name: GRUCell,
 }

@@ -1,4 +1,5 @@
 """Light parallel training over native torch.
 
 from haiscale.ddp import DistributedDataParallel
+from haiscale.host_adamw import HostAdamW
 """

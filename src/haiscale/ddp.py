@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import parallel
 
 from hfreduce import HookState, UnavailableError, average
+from hfreduce.hook import WIRES
 
 BACKENDS = ("auto", "hfreduce", "torch")
 _log = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ class DistributedDataParallel(_Base):
         *arguments: As for torch's class.
         backend: "hfreduce"; "torch": the process group's own all-reduce; "auto": hfreduce for a
             model on the CPU whose ranks are all on one machine, else "torch".
+        network: "gloo" or "mpi", between machines for backend="hfreduce": see
+            `hfreduce.HierarchicalReducer`.
+        wire: torch.bfloat16 or torch.float16: what float32 gradients are sent as; they are added in
+            float32 and the average rounded once. None: as they are. Torch's path ignores it.
         **options: As for torch's class (`device_ids`, `process_group`, `find_unused_parameters` …).
 
     Attributes:
@@ -50,15 +55,23 @@ class DistributedDataParallel(_Base):
     """
 
     def __init__(
-        self, module: nn.Module, *arguments: Any, backend: str = "auto", **options: Any
+        self,
+        module: nn.Module,
+        *arguments: Any,
+        backend: str = "auto",
+        network: str = "gloo",
+        wire: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} is not known: use one of {', '.join(BACKENDS)}")
+        if wire not in WIRES:
+            raise ValueError(f"wire={wire} is not known: use torch.bfloat16, torch.float16 or None")
         super().__init__(module, *arguments, **options)
         bare: Any = self.__dict__["reducer"]
         self.reducer = _Stoppable(bare)
         self.path = ""
-        self._backend = backend
+        self._backend, self._network, self._wire = backend, network, wire
         self._joined = self._restored = False
         self._state: HookState | None = None
         self._why = why = self._why_torch()
@@ -102,7 +115,11 @@ class DistributedDataParallel(_Base):
     def _make_state(self) -> None:
         """Have all ranks make what the hook needs, or learn why it cannot be."""
         try:
-            self._state = HookState(self.process_group, _active_of(weakref.ref(self)))
+            # Between machines it has not been measured against NCCL: for who asks for it.
+            network = self._network if self._backend == "hfreduce" else None
+            self._state = HookState(
+                self.process_group, _active_of(weakref.ref(self)), network=network, wire=self._wire
+            )
         except UnavailableError as error:
             if self._backend == "hfreduce":
                 raise

@@ -20,6 +20,7 @@ from hfreduce.errors import (
 from hfreduce.explanation import Explanation, explain
 from hfreduce.handle import Handle
 from hfreduce.hook import HookState, average
+from hfreduce.nodes import HierarchicalReducer
 from hfreduce.rates import Rate, benchmark
 from hfreduce.reducer import Reducer
 from hfreduce.segment import is_available
@@ -30,6 +31,7 @@ __all__ = [
     "DeadPeerError",
     "Explanation",
     "Handle",
+    "HierarchicalReducer",
     "HookState",
     "LatePeerError",
     "MismatchError",

@@ -70,8 +70,12 @@ def check_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"rank={rank} is not in 0 … {world_size - 1} (world_size={world_size})")
 
 
-def check_layout(world_size: int, threads: int | None, chunk_bytes: int) -> None:
+def check_layout(
+    world_size: int, threads: int | None, chunk_bytes: int, slots: int = segment.SLOTS
+) -> None:
     """Refuse a memory that cannot be laid out."""
+    if not 4 <= slots <= 64:
+        raise ValueError(f"slots={slots} is not in 4 … 64")
     if world_size > segment.MOST_RANKS:
         raise ValueError(f"world_size={world_size}: a group has at most {segment.MOST_RANKS} ranks")
     if threads is not None and not 1 <= threads <= 64:

@@ -58,7 +58,8 @@ class ProcessGroup(_Base):
         if global_ranks and list(global_ranks) != list(range(size)):
             self._label += f" (global rank {global_ranks[rank]})"
         self._reducer: Reducer | None = None
-        self._unavailable = self._gpu_unavailable = ""
+        self._refusal: UnavailableError | None = None
+        self._gpu_unavailable = ""
         # torch's own side of this group reaches for these where nothing is overridden.
         self._inner: Any = _torch.ProcessGroupGloo(
             _torch.PrefixStore("gloo/", store), rank, size, timeout=timeout
@@ -83,14 +84,14 @@ class ProcessGroup(_Base):
             UnavailableError: The ranks cannot share memory.
         """
         if self._reducer is None:
-            if self._unavailable:
-                raise UnavailableError(self._unavailable)
+            if self._refusal is not None:
+                raise self._refusal
             try:
                 self._reducer = Reducer(
                     self._store, self.rank(), self.size(), timeout=self._timeout, label=self._label
                 )
             except UnavailableError as error:
-                self._unavailable = str(error)
+                self._refusal = error
                 if self.rank() == 0:
                     _log.warning("%s; gloo does the work of this group", error)
                 raise
@@ -104,7 +105,7 @@ class ProcessGroup(_Base):
     @property
     def unavailable(self) -> str:
         """Why the ranks cannot share memory, once that has turned out; else nothing."""
-        return self._unavailable
+        return "" if self._refusal is None else str(self._refusal)
 
     # ---- collectives, under the names by which torch calls them ----
 
@@ -298,12 +299,12 @@ class ProcessGroup(_Base):
     # ---- within ----
 
     def _can_share(self) -> bool:
-        if self._reducer is None and not self._unavailable:
+        if self._reducer is None and self._refusal is None:
             try:
                 return self.reducer is not None
             except UnavailableError:
                 return False
-        return not self._unavailable
+        return self._refusal is None
 
     def _moves(self, tensors: Sequence[Tensor]) -> bool:
         plain = all(

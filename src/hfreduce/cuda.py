@@ -7,11 +7,15 @@ GPU, not on the host. See native/cuda_path.hpp.
 
 A rank that fails leaves the others' tensors of that call undefined: their streams are let go, and
 their next call raises, as does `wait` of a handle whose call has failed by then.
+
+A call keeps its tensor until the host has seen the last copy end, so torch's allocator need not be
+told of the two streams (`record_stream`), where later calls' waits would hold up what it frees.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +30,14 @@ from hfreduce.worker import Worker
 if TYPE_CHECKING:
     from hfreduce._engine import CudaPath, Group
 
-# Large enough that a copy runs at the link's speed, small enough that four slots a rank stay few.
+# Large enough that a copy runs at the link's speed, small enough that a rank's slots stay few: on
+# an H200 one rank copied 1 GiB out and back at 27 GiB/s in chunks of 1 MiB, at 38 in chunks of 4,
+# at 42 of 8, at 45 of 32.
+# Under way: on two H200s 24 MiB of a rank were too few, 48 enough. More than 4 threads a rank did
+# not add faster there.
 CHUNK_BYTES = 4 << 20
+SLOTS = 12
+MOST_THREADS = 4
 _WRAP = 1 << 32
 
 
@@ -82,8 +92,9 @@ class CudaReducer:
         device: This rank's GPU; several ranks may share one.
         timeout: Seconds that a rank may be late.
         threads: That add.
-        chunk_bytes: What is copied at a time.
+        chunk_bytes: What is copied at a time, at most.
         flags: Let streams wait for words where the driver can; off, for tests: the host waits.
+        slots: Chunks of a rank that may be under way at a time.
 
     Raises:
         UnavailableError: A rank could not pin the memory; all ranks raise it.
@@ -100,10 +111,11 @@ class CudaReducer:
         threads: int = 1,
         chunk_bytes: int = CHUNK_BYTES,
         flags: bool = True,
+        slots: int = SLOTS,
     ) -> None:
         self._rank, self._labels, self._timeout = rank, labels, timeout
         self.device = device
-        layout = segment.Settings(chunk_bytes=chunk_bytes, threads=1)
+        layout = segment.Settings(chunk_bytes=chunk_bytes, threads=1, slots=slots)
         group, self.settings, ended = segment.connect(meeting, rank, members, layout, timeout)
         outcome.check(ended, group, labels, rank, "the GPUs' first meeting", timeout)
         path, problem = _open(group, device, flags, threads)
@@ -116,14 +128,24 @@ class CudaReducer:
         self._out = stream(path.out, device=device)
         self._back = stream(path.back, device=device)
         self._worker = Worker(f"hfreduce-{rank}-{device}")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close what it interrupts
         self._next = 1  # the ranks' meeting was chunk 0
         self._failure: BaseException | None = None
+        self._pending: deque[tuple[int, int, Future[None], torch.cuda.Event | None]] = deque()
+        self._abandoned: list[Tensor] = []  # which streams that were let go may still touch
 
     @property
     def flags(self) -> bool:
         """Whether streams wait for words, or the host for events."""
         return self._path.flags
+
+    @property
+    def busy(self) -> tuple[float, float, float, float]:
+        """Seconds in calls so far; and of them with copies out, sums, and copies back under way.
+
+        What is busy all the time is what bounds the rate.
+        """
+        return self._path.busy
 
     def all_reduce(self, tensor: Tensor, op: object) -> CudaHandle:
         """Reduce a contiguous tensor in place, after what the current stream does before.
@@ -137,25 +159,26 @@ class CudaReducer:
             raise ValueError("a tensor on a GPU must be contiguous to be reduced in place")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("hfreduce cannot be captured in a CUDA graph: the host has a part")
-        if self._failure is not None:
-            raise self._failure
         pointer, count = tensor.data_ptr(), tensor.numel()
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             first = self._next
-            self._next = (first + self._path.chunks(count, dtype)) % _WRAP
+            self._next = end = (first + self._path.chunks(count, dtype)) % _WRAP
             event: Any = torch.cuda.Event
             ready = event()
             ready.record(torch.cuda.current_stream(self.device))
             self._out.wait_event(ready)
-            # Served before it is enqueued: the GPU's queues may be shorter than the call.
-            future = self._worker.submit(lambda: self._serve(pointer, count, dtype, number, first))
+            self._after_overlapping(pointer, pointer + tensor.nbytes)
+            # Announced before it is enqueued: the GPU's queues may be shorter than the call.
+            self._path.submit(pointer, count, dtype, number, first)
+            future = self._worker.submit(lambda: self._end(tensor, end))
             done = None
             if self._path.flags:
                 self._path.enqueue(pointer, count, dtype, number, first)
                 done = event()
                 done.record(self._back)
-        tensor.record_stream(self._out)
-        tensor.record_stream(self._back)
+            self._pending.append((pointer, pointer + tensor.nbytes, future, done))
         return CudaHandle(future, done, self._back)
 
     def set_timeout(self, seconds: float) -> None:
@@ -167,15 +190,32 @@ class CudaReducer:
         """End the calls under way with an error, and unpin the memory."""
         self._group.stop()
         self._worker.close()
-        self._path.close()
+        with self._lock:  # nobody is enqueuing
+            closed = RuntimeError("all_reduce: this Reducer is closed: make a new one on all ranks")
+            self._failure = self._failure or closed
+            self._path.close()
         self._group.close()
+        self._abandoned.clear()
 
-    def _serve(self, pointer: int, count: int, dtype: int, op: int, first: int) -> None:
+    def _after_overlapping(self, low: int, high: int) -> None:
+        """Let the next call go out after those under way whose tensors overlap with its own."""
+        while self._pending and self._pending[0][2].done():
+            self._pending.popleft()
+        for first, last, future, done in self._pending:
+            if first < high and low < last:
+                if done is not None:
+                    self._out.wait_event(done)
+                else:
+                    future.exception()
+
+    def _end(self, tensor: Tensor, end: int) -> None:
+        """See a call end; the tensor is kept until then."""
         try:
-            ended = self._path.serve(pointer, count, dtype, op, first)
+            ended = self._path.wait(end)
             outcome.check(ended, self._group, self._labels, self._rank, "all_reduce", self._timeout)
         except BaseException as error:
             self._failure = error
+            self._abandoned.append(tensor)
             raise
 
 

@@ -18,6 +18,7 @@ class Reason(enum.IntEnum):
     MISMATCH = 4
     INTERRUPTED = 5
     FORKED = 6
+    NETWORK = 7
 
 
 class PeerError(RuntimeError):
@@ -49,3 +50,7 @@ class MismatchError(PeerError):
 
 class UnavailableError(RuntimeError):
     """The ranks cannot share memory: they are on several machines, or the engine was not built."""
+
+
+class SeveralNodesError(UnavailableError):
+    """The ranks are on several machines, or in several spaces of process numbers."""

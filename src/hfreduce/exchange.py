@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,11 +84,10 @@ def through_group(group: dist.ProcessGroup | None, timeout: float) -> Exchange:
     thread, which needs the GIL to drop it, and torch 2.13 joins that thread with the GIL held: a
     group that ends within some milliseconds of the collective would hang.
     """
-    found = getattr(distributed_c10d, "_world", None)
-    of_group = found.pg_map.get(dist.group.WORLD if group is None else group) if found else None
-    if of_group is not None and of_group[1] is not None:
+    store = store_of(group)
+    if store is not None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        return through_store(of_group[1], rank, world_size, "of a process group", timeout)
+        return through_store(store, rank, world_size, "of a process group", timeout)
 
     def exchange(text: str, watch: Watch | None) -> list[str]:
         texts: list[Any] = [None] * dist.get_world_size(group)
@@ -94,6 +95,27 @@ def through_group(group: dist.ProcessGroup | None, timeout: float) -> Exchange:
         return texts
 
     return exchange
+
+
+def store_of(group: dist.ProcessGroup | None) -> Store | None:
+    """Return the store of a process group, None for the default one's, where torch keeps it."""
+    found = getattr(distributed_c10d, "_world", None)
+    of_group = found.pg_map.get(dist.group.WORLD if group is None else group) if found else None
+    return of_group[1] if of_group is not None else None
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the timeout of a process group, or None where it does not say."""
+    theirs: object = dist.group.WORLD if group is None else group
+    own = getattr(theirs, "_timeout", None)  # hfreduce's
+    if isinstance(own, timedelta):
+        return own
+    for device in getattr(theirs, "_device_types", ()):
+        with suppress(AttributeError, RuntimeError):  # not all backends have options
+            found = theirs._get_backend(device).options._timeout  # type: ignore[attr-defined]
+            if isinstance(found, timedelta) and found > timedelta():
+                return min(found, timedelta(days=365))  # some groups' have no end
+    return None
 
 
 def through_collectives(group: Reducer) -> Exchange:

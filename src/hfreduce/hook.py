@@ -19,7 +19,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from hfreduce import dtypes
 from hfreduce.backend import ProcessGroup
+from hfreduce.errors import SeveralNodesError
+from hfreduce.nodes import HierarchicalReducer
 from hfreduce.reducer import Reducer
+
+WIRES = (None, torch.bfloat16, torch.float16)
 
 
 class HookState:
@@ -31,23 +35,40 @@ class HookState:
             average is to be over those that have (`join` with
             `divide_by_initial_world_size=False`); returns None where the average is over all.
             None: over all, always.
+        network: Between nodes, where the ranks are on several: see `HierarchicalReducer`. None: all
+            must be on one.
+        wire: What float32 gradients are sent as: torch.bfloat16 halves the bytes. They are added in
+            float32 and the average is rounded to it once. None: float32.
 
     Raises:
         UnavailableError: The ranks cannot share memory.
+        ValueError: There is no such wire or network.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         active: Callable[[], bool | None] | None = None,
+        *,
+        network: str | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
+        if wire not in WIRES:
+            raise ValueError(f"wire={wire} is not known: use torch.bfloat16, torch.float16 or None")
         self.group = group
         self.active = active
-        theirs = dist.group.WORLD if group is None else group
-        # A group of this backend has a reducer already, and one order for all calls.
-        self.reducer = (
-            theirs.reducer if isinstance(theirs, ProcessGroup) else Reducer.from_group(group)
-        )
+        self.wire = wire
+        self.reducer: Reducer | HierarchicalReducer
+        try:
+            theirs = dist.group.WORLD if group is None else group
+            # A group of this backend has a reducer already, and one order for all calls.
+            self.reducer = (
+                theirs.reducer if isinstance(theirs, ProcessGroup) else Reducer.from_group(group)
+            )
+        except SeveralNodesError:
+            if network is None:
+                raise
+            self.reducer = HierarchicalReducer.from_group(group, network=network)
 
 
 def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -61,18 +82,34 @@ def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor
         A future of the buffer.
     """
     gradients = bucket.buffer()
-    if gradients.layout != torch.strided or not dtypes.is_covered(gradients.dtype, "avg"):
+    if not _covers(state.reducer, gradients):
         return allreduce_hook(state.group, bucket)  # type: ignore[arg-type]
     active = state.active() if state.active is not None else None
     if active is not None:
         return _average_of_active(state.reducer, gradients, active)
-    handle = state.reducer.all_reduce(gradients, "avg", async_op=True)
+    narrow = state.wire is not None and gradients.dtype == torch.float32
+    sent = gradients.to(state.wire) if narrow else gradients
+    handle = state.reducer.all_reduce(sent, "avg", async_op=True)
     assert handle is not None
-    return handle.torch_future(gradients)  # type: ignore[return-value]
+    future = handle.torch_future(sent)
+    if not narrow:
+        return future  # type: ignore[return-value]
+
+    def widen(averaged: torch.futures.Future[object]) -> Tensor:
+        averaged.value()  # raises what the call did
+        return gradients.copy_(sent)
+
+    return future.then(widen)
+
+
+def _covers(reducer: Reducer | HierarchicalReducer, gradients: Tensor) -> bool:
+    if gradients.layout != torch.strided or not dtypes.is_covered(gradients.dtype, "avg"):
+        return False
+    return gradients.device.type == "cpu" or isinstance(reducer, Reducer)
 
 
 def _average_of_active(
-    reducer: Reducer, gradients: Tensor, active: bool
+    reducer: Reducer | HierarchicalReducer, gradients: Tensor, active: bool
 ) -> torch.futures.Future[Tensor]:
     count = torch.tensor([int(active)])
     reducer.all_reduce(count)

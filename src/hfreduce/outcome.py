@@ -65,6 +65,8 @@ def check(
         raise LatePeerError(f"{what}: {text}", blamed)
     if reason is Reason.INTERRUPTED:
         raise PeerError(f"{what}: {who} was interrupted in the middle of a collective", blamed)
+    if reason is Reason.NETWORK:
+        raise DeadPeerError(f"{what}: {who} lost another node: look for its own error", blamed)
     if told:
         raise MismatchError(
             f"{what}: the ranks called different things; {who} differs from another rank, which "

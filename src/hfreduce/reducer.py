@@ -16,7 +16,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -27,6 +26,8 @@ from torch import distributed as dist
 
 from hfreduce import arguments, dtypes, exchange, outcome, segment, topology
 from hfreduce.cuda import CHUNK_BYTES as GPU_CHUNK_BYTES
+from hfreduce.cuda import MOST_THREADS as MOST_GPU_THREADS
+from hfreduce.cuda import SLOTS as GPU_SLOTS
 from hfreduce.cuda import CudaHandle, CudaReducer
 from hfreduce.handle import Handle
 from hfreduce.tensors import Flat, flat, pointers
@@ -105,7 +106,7 @@ class Reducer:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         label = f"rank {rank} (global rank {dist.get_rank()})" if group is not None else None
         if timeout is None:
-            timeout = _timeout_of(dist.group.WORLD if group is None else group)
+            timeout = exchange.timeout_of(group) or DEFAULT_TIMEOUT
         seconds = arguments.seconds(timeout)
         meeting = exchange.through_group(group, seconds)
         self._connect(meeting, rank, world_size, seconds, threads, chunk_bytes, label)
@@ -134,7 +135,7 @@ class Reducer:
         self.settings = settings
         self._group, self._process = group, os.getpid()
         self._worker = Worker(f"hfreduce-{rank}", group.interrupt)
-        self._members, self._threads = members, threads
+        self._members = members
         self._gpus: dict[int, CudaReducer] = {}
         self._end = weakref.finalize(self, _end, group, self._worker, self._process, self._gpus)
 
@@ -323,6 +324,10 @@ class Reducer:
         for gpu in self._gpus.values():
             gpu.set_timeout(self.timeout)
 
+    def abandon(self) -> None:
+        """Break the group because this rank lost its way to other nodes: all calls fail."""
+        self._group.abandon()
+
     def close(self) -> None:
         """Leave the group: calls under way end with an error, and other ranks are told.
 
@@ -372,19 +377,32 @@ class Reducer:
         return None
 
     def gpu(
-        self, device: torch.device, *, chunk_bytes: int = GPU_CHUNK_BYTES, flags: bool = True
+        self,
+        device: torch.device,
+        *,
+        chunk_bytes: int = GPU_CHUNK_BYTES,
+        flags: bool = True,
+        slots: int = GPU_SLOTS,
+        threads: int | None = None,
     ) -> CudaReducer:
         """Return the group's part for a GPU of this rank; all ranks make it together, once.
 
         Args:
             device: With its index.
-            chunk_bytes: What is copied at a time; a multiple of 64.
+            chunk_bytes: What is copied at a time, at most; a multiple of 4096.
             flags: Let streams wait for words where the driver can, and not the host for events.
+            slots: Chunks of this rank that may be under way at a time, from 4 on.
+            threads: That add; None: up to 8, where there are two processors for each.
 
         Raises:
             UnavailableError: A rank could not pin the memory.
         """
         if device.index not in self._gpus:
+            if threads is None:
+                threads = segment.default_threads(
+                    topology.processors(), self.world_size, MOST_GPU_THREADS
+                )
+            arguments.check_layout(self.world_size, threads, chunk_bytes, slots)
             self._gpus[device.index] = CudaReducer(
                 exchange.through_collectives(self),
                 self.rank,
@@ -392,9 +410,10 @@ class Reducer:
                 self.labels,
                 device,
                 self.timeout,
-                self._threads,
+                threads,
                 chunk_bytes,
                 flags,
+                slots,
             )
         return self._gpus[device.index]
 
@@ -430,19 +449,6 @@ class Reducer:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank}: the group has {self.world_size}, from 0")
         return rank
-
-
-def _timeout_of(group: object) -> float | timedelta:
-    """Return the timeout of a process group, or the usual one where it does not say."""
-    own = getattr(group, "_timeout", None)  # hfreduce's
-    if isinstance(own, timedelta):
-        return own
-    for device in getattr(group, "_device_types", ()):
-        with suppress(AttributeError, RuntimeError):  # not all backends have options
-            found = group._get_backend(device).options._timeout  # type: ignore[attr-defined]
-            if isinstance(found, timedelta) and found > timedelta():
-                return min(found, timedelta(days=365))  # some groups' have no end
-    return DEFAULT_TIMEOUT
 
 
 def _end(group: Group, worker: Worker, process: int, gpus: dict[int, CudaReducer]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfreduce import topology
-from hfreduce.errors import UnavailableError
+from hfreduce.errors import SeveralNodesError, UnavailableError
 from hfreduce.exchange import Exchange, Watch
 
 try:
@@ -70,9 +70,9 @@ def is_available() -> bool:
     return not MISSING
 
 
-def default_threads(processors: int, local_ranks: int) -> int:
+def default_threads(processors: int, local_ranks: int, most: int = 4) -> int:
     """Return how many threads each rank works with where nothing else is said."""
-    return max(1, min(4, processors // local_ranks // 2))
+    return max(1, min(most, processors // local_ranks // 2))
 
 
 def me(label: str) -> Member:
@@ -86,23 +86,33 @@ def meet(exchange: Exchange, label: str) -> list[Member]:
     """Return all ranks, by rank.
 
     Raises:
-        UnavailableError: They cannot share memory: all ranks raise it.
+        UnavailableError: They cannot share memory, SeveralNodesError where they are on several
+            nodes: all ranks raise it.
     """
     mine = json.dumps(me(label).__dict__)
     members = [Member(**json.loads(text)) for text in exchange(mine, None)]
+    check_engines(members)
+    other = next((member for member in members if member.node != members[0].node), None)
+    if other is not None:
+        raise SeveralNodesError(
+            f"{members[0].label} and {other.label} are not on one machine (or not in one space of "
+            f"process numbers): use HierarchicalReducer, gloo or nccl"
+        )
+    return members
+
+
+def check_engines(members: list[Member]) -> None:
+    """Refuse a group of which a rank has no native engine.
+
+    Raises:
+        UnavailableError: One has none.
+    """
     for member in members:
         if member.missing:
             raise UnavailableError(
                 f"{member.label} has no native engine ({member.missing}): install hfai on Linux "
                 f"with a C++ compiler, or use gloo or nccl"
             )
-    other = next((member for member in members if member.node != members[0].node), None)
-    if other is not None:
-        raise UnavailableError(
-            f"{members[0].label} and {other.label} are not on one machine (or not in one space of "
-            f"process numbers): hfreduce works within one; use gloo or nccl"
-        )
-    return members
 
 
 def connect(

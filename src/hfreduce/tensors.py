@@ -24,6 +24,10 @@ class Flat:
         """Return where the elements lie."""
         return self._data.data_ptr()
 
+    def elements(self) -> Tensor:
+        """Return the elements as a tensor of one dimension, which has their memory."""
+        return self._data.view(-1)
+
     def load(self) -> None:
         """Bring the copy up to date, if there is one."""
         if self._data is not self._tensor:

@@ -199,6 +199,27 @@ def test_a_run_stopped_twice_ends_with_the_same_bits_as_an_unbroken_one(
     assert all(torch.equal(ours[name], unbroken[name]) for name in ours)
 
 
+def test_two_processes_stopped_and_resumed_come_to_the_losses_of_one(
+    demo: Callable[..., Done],
+    environment: dict[str, str],
+    finished: Done,
+    out: Path,
+    tmp_path: Path,
+) -> None:
+    arguments = (*SMALL, "--nprocs", "2", "--out", tmp_path)
+    first = run_and_signal(environment, signal.SIGINT, "training: step", command(*arguments))
+    assert first.returncode == 130, first.stdout
+    second = demo("--nprocs", "2", "--resume", "--out", tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "for the average over 2 processes (hfreduce)" in second.stdout
+    read, one = figures(tmp_path), figures(out)
+    assert 0 < read["training"]["resumed_from"] < 60
+    assert read["training"]["losses"] == pytest.approx(one["training"]["losses"], rel=1e-4)
+    assert read["together"]["nprocs"] == 2
+    assert 0 < read["together"]["waiting_share"] < 1
+    assert one["together"] is None
+
+
 def test_ctrl_c_before_the_first_step_is_one_line_and_writes_nothing(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -246,6 +267,7 @@ REFUSED = {
         ["--model", "'huge' is not one of 'tiny', 'base', 'large', 'lstm'"],
     ),
     "option": (["--stepz", "5"], ["No such option", "--stepz", "--steps"]),
+    "nprocs": (["--nprocs", "3", "--device", "cpu"], ["--nprocs 3", "multiple of 3"]),
     "resume": (["--resume", "--out", "nowhere"], ["nowhere/resume.pt does not exist", "--out"]),
 }
 

@@ -402,3 +402,49 @@ def single(rank: int, world: int, store: str) -> str:
 
 def test_one_process_may_ask_for_hfreduce() -> None:
     assert run(single, 1) == ["torch: there is one rank"]
+
+
+def narrow(rank: int, world: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = deep()
+    grads = []
+    for peer in range(world):
+        one = copy.deepcopy(model)
+        one(batch(peer, 0, one)).square().mean().backward()
+        grads.append([param.grad.bfloat16().float() for param in one.parameters()])
+    ddp = DistributedDataParallel(model, backend="hfreduce", wire=torch.bfloat16)
+    for _ in range(2):  # buckets are made anew after the first step
+        ddp.zero_grad()
+        ddp(batch(rank, 0, ddp)).square().mean().backward()
+        for param, *parts in zip(model.parameters(), *grads, strict=True):
+            mean = torch.stack(parts).sum(0).div(world).bfloat16().float()
+            assert torch.equal(param.grad, mean)
+    with pytest.raises(ValueError, match=r"wire=torch\.int8"):
+        DistributedDataParallel(deep(), wire=torch.int8)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_narrow_wire_rounds_gradients_and_once_their_average() -> None:
+    run(narrow, 2)
+
+
+def on_two_nodes(rank: int, world: int, store: str) -> None:
+    os.environ["HFREDUCE_NODE"] = str(rank // 2)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    torch.manual_seed(0)
+    module = deep()
+    auto = DistributedDataParallel(copy.deepcopy(module))
+    asked = DistributedDataParallel(copy.deepcopy(module), backend="hfreduce")
+    for one, two in zip(trained(auto, rank), trained(asked, rank), strict=True):
+        torch.testing.assert_close(one, two)
+    assert asked.path == "hfreduce"
+    assert "not on one machine" in auto.path
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_between_machines_hfreduce_averages_where_it_is_asked_for() -> None:
+    run(on_two_nodes, 4)

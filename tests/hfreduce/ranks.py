@@ -6,8 +6,10 @@ the server has no thread and no group.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -36,8 +38,8 @@ class Ended:
 
     Attributes:
         value: What the function returned.
-        error: The type of what it raised, or "".
-        text: The traceback.
+        error: The type of what it raised, "Died" where it never said, or "".
+        text: The traceback; of who died, how, and what it wrote to stderr.
         seconds: How long the function ran.
         code: The process's exit code; negative: the signal that killed it.
     """
@@ -77,6 +79,11 @@ class Ranks:
         """Kill a rank, as `kill -9` does."""
         self.processes[rank].kill()
 
+    def _said(self, rank: int) -> str:
+        """Return what a rank wrote to stderr, the stacks of its threads at a crash among it."""
+        written = Path(f"{self._directory.name}/store.{rank}.stderr")
+        return written.read_text(errors="replace")[-6000:] if written.exists() else ""
+
     def join(self, timeout: float = 60.0) -> list[Ended]:
         """Return how each rank ended; whoever has not by then is killed and fails the test."""
         deadline, ended = time.monotonic() + timeout, []
@@ -95,6 +102,9 @@ class Ranks:
                 process.kill()
                 process.join()
             found.code = process.exitcode
+        for rank, found in enumerate(ended):
+            if found.error in ("Died", "Hung"):
+                found.text += f"{_ending(found.code)}\n{self._said(rank)}"
         for pipe in self._pipes:
             pipe.close()
         self._directory.cleanup()
@@ -124,6 +134,9 @@ def _run(
     store: str,
     arguments: tuple[Any, ...],
 ) -> None:
+    with open(f"{store}.{rank}.stderr", "w") as said:
+        os.dup2(said.fileno(), 2)
+    faulthandler.enable(2)
     torch.set_num_threads(1)
     start = time.monotonic()
     try:
@@ -136,12 +149,18 @@ def _run(
     pipe.close()
 
 
+def _ending(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"it exited with {code} before it had a result"
+    return f"killed by signal {-code} ({signal.strsignal(-code)})"
+
+
 def leftovers() -> list[str]:
     """Return what is left of groups that have ended: names, and who maps their memory."""
     found = [name for name in os.listdir("/dev/shm") if "hfreduce" in name]
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
         with suppress(OSError):
-            if "hfreduce" in Path(f"/proc/{pid}/maps").read_text():
+            if "memfd:hfreduce" in Path(f"/proc/{pid}/maps").read_text():
                 found.append(f"mapped by process {pid}")
     return found

@@ -14,6 +14,9 @@ from tests.nn.operator_cases import CASES, Operator, OperatorCase
 def case(request: pytest.FixtureRequest) -> OperatorCase:
     """Each operator in each configuration."""
     chosen: OperatorCase = request.param
+    for marker in request.node.iter_markers("needs"):
+        for feature in marker.args:
+            chosen.require(feature)
     return chosen
 
 

@@ -42,6 +42,13 @@ Feature = Literal[
     "fake tensors of a GPU that is not there",
     "functional calls of a shared layer",
     "staying float under dynamic quantization",
+    "a single input",
+    "no layers inside",
+    "parameters of its own",
+    "reset_parameters",
+    "outputs that hang on every parameter",
+    "a forward of our own",
+    "full precision under autocast",
 ]
 
 # Relative and absolute bounds against float64, wide enough for torch's own kernels.
@@ -83,6 +90,11 @@ class OperatorCase:
     )
     unsupported: frozenset[Feature] = frozenset()
 
+    def require(self, feature: Feature) -> None:
+        """Skip the running test where torch's class lacks `feature`."""
+        if feature in self.unsupported:
+            pytest.skip(f"torch.nn.{self.torch_class.__name__} has no {feature}")
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -121,8 +133,7 @@ class Operator:
 
     def require(self, feature: Feature) -> None:
         """Skip the running test where torch's class lacks `feature`."""
-        if feature in self.case.unsupported:
-            pytest.skip(f"torch.nn.{self.case.torch_class.__name__} has no {feature}")
+        self.case.require(feature)
 
 
 class Results(NamedTuple):
@@ -160,8 +171,9 @@ def run(module: Callable[..., Any], inputs: tuple[Tensor, ...], parameters: Any 
     for leaf in leaves.values():
         leaf.grad = None
     outputs = tensors(module(*inputs))
-    if any(y.requires_grad for y in outputs):
-        torch.autograd.backward(outputs, cotangents(outputs))
+    differentiable = tuple(y for y in outputs if y.requires_grad)
+    if differentiable:
+        torch.autograd.backward(differentiable, cotangents(differentiable))
     return Results(
         tuple(y.detach() for y in outputs),
         {name: None if leaf.grad is None else leaf.grad.clone() for name, leaf in leaves.items()},
@@ -267,6 +279,55 @@ UNSUPPORTED_BY_RECURRENT: frozenset[Feature] = frozenset(
     }
 )
 
+# Weights drawn from ±0.9 make outputs of about 10 and gradients of about 100.
+ATTENTION_TOLERANCES: Mapping[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-9, 1e-9),
+    torch.float32: (1e-3, 2e-3),
+    torch.float16: (5e-2, 2e-1),
+    torch.bfloat16: (2e-1, 2e0),
+}
+# What torch's own classes cannot do, as measured with torch 2.13 on the CPU.
+UNSUPPORTED_BY_ATTENTION: frozenset[Feature] = frozenset(
+    {
+        "export",
+        "a single input",
+        "a single output",
+        "outputs that hang on every parameter",
+        "saving the input itself",
+        "reset_parameters",
+        "full precision under autocast",
+        "fake tensors of a GPU that is not there",
+    }
+)
+UNSUPPORTED_BY_LAYERS: frozenset[Feature] = frozenset(
+    {
+        "double backward",
+        "forward mode",
+        "export",
+        "no layers inside",
+        "parameters of its own",
+        "reset_parameters",
+        "full precision under autocast",
+        "saving the input itself",
+        "distributed tensors",
+        "fake tensors of a GPU that is not there",
+        "staying float under dynamic quantization",
+    }
+)
+
+
+def _each(*shapes: tuple[int, ...]) -> Callable[[torch.Generator], tuple[Tensor, ...]]:
+    """Return what draws one tensor of each shape."""
+
+    def draw(generator: torch.Generator) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+            for shape in shapes
+        )
+
+    return draw
+
+
 # Nor can torch's cells, with the same version; on CUDA their fused kernels lack forward mode.
 UNSUPPORTED_BY_CELLS: frozenset[Feature] = frozenset(
     {
@@ -344,6 +405,61 @@ CASES = [
         function=torch.rnn_tanh,
         tolerances=RECURRENT_TOLERANCES,
         unsupported=UNSUPPORTED_BY_RECURRENT,
+    ),
+    OperatorCase(
+        name="MultiheadAttention",
+        torch_class=nn.MultiheadAttention,
+        hfai_class=hfai.nn.MultiheadAttention,
+        arguments=(16, 2),
+        keywords={"batch_first": True},
+        draw=_each((4, 5, 16), (4, 7, 16), (4, 7, 16)),
+        function=F.multi_head_attention_forward,
+        tolerances=ATTENTION_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_ATTENTION,
+    ),
+    OperatorCase(
+        name="TransformerEncoderLayer",
+        torch_class=nn.TransformerEncoderLayer,
+        hfai_class=hfai.nn.TransformerEncoderLayer,
+        arguments=(16, 2),
+        keywords={"dim_feedforward": 24, "dropout": 0.0, "batch_first": True},
+        draw=_each((4, 6, 16)),
+        function=F.multi_head_attention_forward,
+        tolerances=ATTENTION_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_LAYERS,
+    ),
+    OperatorCase(
+        name="TransformerDecoderLayer",
+        torch_class=nn.TransformerDecoderLayer,
+        hfai_class=hfai.nn.TransformerDecoderLayer,
+        arguments=(16, 2),
+        keywords={
+            "dim_feedforward": 24,
+            "dropout": 0.0,
+            "batch_first": True,
+            "activation": "gelu",
+        },
+        draw=_each((4, 5, 16), (4, 7, 16)),
+        function=F.multi_head_attention_forward,
+        tolerances=ATTENTION_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_LAYERS | {"a single input", "a forward of our own"},
+    ),
+    OperatorCase(
+        name="TransformerEncoder",
+        torch_class=nn.TransformerEncoder,
+        hfai_class=hfai.nn.TransformerEncoder,
+        arguments=(
+            nn.TransformerEncoderLayer(
+                16, 2, dim_feedforward=24, dropout=0.0, batch_first=True, bias=False
+            ),
+            2,
+        ),
+        keywords={"enable_nested_tensor": False},
+        draw=_each((4, 6, 16)),
+        function=F.multi_head_attention_forward,
+        tolerances=ATTENTION_TOLERANCES,
+        unsupported=UNSUPPORTED_BY_LAYERS
+        | {"a device argument in its signature", "a forward of our own"},
     ),
     OperatorCase(
         name="LSTMCell",

@@ -42,7 +42,10 @@ def test_every_choice_of_what_requires_grad_gets_just_those_gradients(
                 assert_close(gradient, expected.gradients[name], operator.case, torch.float32)
             else:
                 assert gradient is None, f"{name} got a gradient with {choice} asked for"
-        assert all(y.requires_grad == bool(choice) for y in tensors(layer(*inputs)))
+        outputs = tensors(layer(*inputs))
+        if "outputs that hang on every parameter" in operator.case.unsupported:
+            outputs = outputs[:1]
+        assert all(y.requires_grad == bool(choice) for y in outputs)
 
 
 def test_torch_autograd_grad_returns_gradients_and_sets_none(
@@ -142,7 +145,7 @@ def test_a_weight_changed_in_place_before_backward_is_an_error(
     outputs = tensors(layer(*inputs))
     with torch.no_grad():
         next(layer.parameters()).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         weighted_sum(outputs).backward()
 
 

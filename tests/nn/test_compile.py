@@ -20,7 +20,11 @@ from tests.nn.operator_cases import (
     tensors,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
+    # The slowest tests here; a class that hands its calls on to torch's learns nothing from them.
+    pytest.mark.needs("a forward of our own"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +71,7 @@ def test_compiled_without_a_graph_break_gives_right_values_and_gradients(
         assert_close(tensors(compiled(*inputs)), expected.outputs, operator.case, torch.float32)
 
 
+@pytest.mark.needs("a single input")
 def test_compiled_in_default_mode_gives_right_values(
     operator: Operator, device: torch.device
 ) -> None:
@@ -105,6 +110,7 @@ def test_compiled_autocast_gives_the_type_of_the_eager_call(
     assert_close(compiled, eager, operator.case, torch.bfloat16)
 
 
+@pytest.mark.needs("a single input")
 def test_swapping_inside_a_compiled_model_takes_effect(
     case: OperatorCase, device: torch.device
 ) -> None:
@@ -146,6 +152,7 @@ def test_traced(operator: Operator, device: torch.device) -> None:
     assert_close(results, expected, operator.case, torch.float32)
 
 
+@pytest.mark.needs("a single input")
 def test_scripted_saved_and_loaded(operator: Operator, device: torch.device) -> None:
     operator.require("script")
     layer, inputs = operator.build(device), operator.inputs(device)
@@ -160,6 +167,7 @@ def test_scripted_saved_and_loaded(operator: Operator, device: torch.device) -> 
     assert_close(tensors(loaded(*inputs)), expected.outputs, operator.case, torch.float32)
 
 
+@pytest.mark.needs("a single input")
 def test_a_scripted_model_is_left_as_it_is(case: OperatorCase, device: torch.device) -> None:
     torchs = Operator(case, "torch")
     torchs.require("script")
@@ -173,6 +181,7 @@ def test_a_scripted_model_is_left_as_it_is(case: OperatorCase, device: torch.dev
     assert_close(tensors(scripted(*inputs)), expected, case, torch.float32)
 
 
+@pytest.mark.needs("a single input")
 def test_exported(operator: Operator, device: torch.device) -> None:
     operator.require("export")
     layer, inputs = operator.build(device), operator.inputs(device, requires_grad=False)
@@ -189,6 +198,7 @@ def test_exported(operator: Operator, device: torch.device) -> None:
     assert all(target.startswith("aten.") for target in targets)
 
 
+@pytest.mark.needs("a single input")
 def test_symbolically_traced_by_fx(operator: Operator, device: torch.device) -> None:
     layer, inputs = operator.build(device), operator.inputs(device)
     traced = torch.fx.symbolic_trace(nn.Sequential(layer))

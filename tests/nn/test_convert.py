@@ -66,7 +66,8 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(
     trained = []
     for swap_after in (None, 2):
         layer = torchs.build(device)
-        optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+        # With this epsilon a gradient that is rounding alone (of keys' biases) moves little.
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.01, eps=0.01)
         for step in range(4):
             if step == swap_after:
                 to_hfai(layer)
@@ -91,6 +92,7 @@ def test_layers_are_found_however_deep_they_lie(case: OperatorCase, layer: nn.Mo
     assert model["a"][0][1] is layer
 
 
+@pytest.mark.needs("no layers inside")
 def test_a_layer_used_in_several_places_stays_one_layer(
     case: OperatorCase, layer: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +191,7 @@ def test_another_model_is_not_touched(case: OperatorCase, layer: nn.Module) -> N
     assert type(case.torch_class(*case.arguments, **case.keywords)) is case.torch_class
 
 
+@pytest.mark.needs("no layers inside")
 def test_verbose_says_what_was_swapped_and_what_was_left_and_why(
     case: OperatorCase, layer: nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:

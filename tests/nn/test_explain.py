@@ -15,6 +15,8 @@ import hfai
 from hfai.nn import to_hfai
 from tests.nn.operator_cases import Operator, OperatorCase
 
+pytestmark = pytest.mark.needs("no layers inside")
+
 
 @pytest.fixture
 def model(case: OperatorCase) -> nn.Module:

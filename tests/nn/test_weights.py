@@ -55,6 +55,7 @@ def test_data_swapped_under_a_parameter_counts_in_the_next_call(
     assert_close(run(layer, inputs), expected, operator.case, torch.float32)
 
 
+@pytest.mark.needs("parameters of its own")
 def test_a_parameter_that_is_replaced_gets_the_gradient(
     operator: Operator, device: torch.device
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_parameter_that_is_replaced_gets_the_gradient(
     assert replacement.grad is not None
 
 
+@pytest.mark.needs("parameters of its own")
 def test_a_weight_of_odd_layout_is_read_right(operator: Operator, device: torch.device) -> None:
     layer, inputs = operator.build(device), operator.inputs(device)
     name = _first(layer)
@@ -132,6 +134,7 @@ def test_functional_call_reaches_every_place_of_a_shared_layer(
     assert_same_bits(a, tensors(tripled(*inputs)))
 
 
+@pytest.mark.needs("parameters of its own")
 def test_a_parametrization_registered_on_the_layer_is_followed(
     operator: Operator, device: torch.device
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_parametrization_registered_on_the_layer_is_followed(
     assert type(layer) is operator.cls
 
 
+@pytest.mark.needs("parameters of its own")
 def test_to_torch_names_a_layer_that_was_parametrized_after_the_swap(swapped: Operator) -> None:
     layer = swapped.build()
     name = _first(layer)
@@ -159,6 +163,7 @@ def test_to_torch_names_a_layer_that_was_parametrized_after_the_swap(swapped: Op
     assert type(to_torch(layer)) is swapped.case.torch_class
 
 
+@pytest.mark.needs("parameters of its own")
 def test_a_layer_that_is_parametrized_already_is_left_alone(
     case: OperatorCase, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +176,7 @@ def test_a_layer_that_is_parametrized_already_is_left_alone(
 
 
 @pytest.mark.parametrize("when", ["before the swap", "after the swap"])
+@pytest.mark.needs("parameters of its own")
 def test_the_old_weight_norm_works(operator: Operator, device: torch.device, when: str) -> None:
     torchs = Operator(operator.case, "torch")
     layer = (torchs if when == "before the swap" else operator).build(device)
@@ -198,6 +204,7 @@ def test_the_old_weight_norm_works(operator: Operator, device: torch.device, whe
 
 
 @pytest.mark.parametrize("when", ["before the swap", "after the swap"])
+@pytest.mark.needs("parameters of its own")
 def test_pruning_works(operator: Operator, device: torch.device, when: str) -> None:
     torchs = Operator(operator.case, "torch")
     layer = (torchs if when == "before the swap" else operator).build(device)

@@ -67,6 +67,7 @@ def test_a_parallel_model_is_converted_inside_its_wrapper(
     _check(case, wrapped, plain)
 
 
+@pytest.mark.needs("no layers inside")
 def test_a_layer_that_was_sharded_itself_is_left_alone_with_the_reason(
     case: OperatorCase, one_process_group: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

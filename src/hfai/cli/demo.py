@@ -60,10 +60,19 @@ Exit codes:
     show_default=True,
     help="The directory for loss.png, figures.json, model.pt and resume.pt.",
 )
+@click.option(
+    "--nprocs",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Processes that train together, each on its share of every batch (hfreduce).",
+)
 @click.option("--resume", is_flag=True, help="Go on with the stopped run in --out.")
 @click.option("--json", is_flag=True, help="Print the figures as one JSON object, and only that.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def command(device: str, out: Path, resume: bool, json: bool, debug: bool, **given: Any) -> None:
+def command(
+    device: str, out: Path, nprocs: int, resume: bool, json: bool, debug: bool, **given: Any
+) -> None:
     """Train a small BERT on Python's own sources and compare with plain torch.
 
     A BERT is pre-trained to fill in masked bytes, or an LSTM to guess each next one, with hfai's
@@ -74,21 +83,23 @@ def command(device: str, out: Path, resume: bool, json: bool, debug: bool, **giv
     the current step and writes what there is; a second Ctrl-C ends at once.
     """
     try:
-        sys.exit(_run(device, out, resume, json, given))
+        sys.exit(_run(device, out, nprocs, resume, json, given))
     except Exception as error:
         if debug:
             raise
         _explain(error, out)
 
 
-def _run(device: str, out: Path, resume: bool, json: bool, given: dict[str, Any]) -> int:
+def _run(
+    device: str, out: Path, nprocs: int, resume: bool, json: bool, given: dict[str, Any]
+) -> int:
     command_line = shlex.join(["hfai", *sys.argv[1:]])
     share_cores(os.environ)
     try:
         # torch takes seconds to import, and `hfai demo --help` needs none of it.
         from hfai.demo.job import run
 
-        return run(Request(given, device, out, resume, json, command_line))
+        return run(Request(given, device, out, nprocs, resume, json, command_line))
     except KeyboardInterrupt:
         click.echo("Stopped before the first step: nothing was written.", err=True)
         return EXIT_INTERRUPTED

@@ -38,6 +38,7 @@ def collect_figures(
             "held_out_bytes": corpus.held_out_bytes,
             "unigram_entropy_nats": outcome.unigram,
         },
+        "together": None if outcome.together is None else asdict(outcome.together),
         "interrupted": outcome.interrupted,
         "failure": outcome.failure,
         "layers": {

@@ -6,6 +6,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +18,7 @@ from hfai.demo.compare import compare
 from hfai.demo.corpus import Corpus, load_corpus, unigram_entropy
 from hfai.demo.interrupt import StopRequest
 from hfai.demo.machine import peak_memory
-from hfai.demo.outcome import Outcome, Swap
+from hfai.demo.outcome import Outcome, Swap, Together
 from hfai.demo.progress import Progress
 from hfai.demo.report import (
     CURVE_FILE_NAME,
@@ -33,8 +34,9 @@ from hfai.demo.request import (
     Request,
     UsageError,
 )
-from hfai.demo.settings import Settings, choose_device, conflicts, fill_in
+from hfai.demo.settings import Settings, check_share, choose_device, conflicts, fill_in
 from hfai.demo.state import RunState
+from hfai.demo.team import Helpers
 from hfai.demo.train import Course, DivergenceError, Trainer, train
 
 # A crash or a power cut costs a long run no more than this.
@@ -60,6 +62,7 @@ def run(request: Request) -> int:
         device = choose_device(request.device)
         saved = _load_saved(request) if request.resume else None
         settings = fill_in(request.given, device) if saved is None else saved.settings
+        check_share(settings, request.nprocs)
         corpus = load_corpus(settings.length)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -71,7 +74,10 @@ def run(request: Request) -> int:
     with StopRequest() as stop:
         try:
             with Progress(console) as progress:
-                job = Job(settings, device, corpus, batches, saved, request.out, stop, progress)
+                job = Job(
+                    *(settings, device, corpus, batches, saved, request.out, stop, progress),
+                    nprocs=request.nprocs,
+                )
                 job.work()
         except torch.OutOfMemoryError as error:
             raise MemoryError(
@@ -153,7 +159,9 @@ class Job:
         out: Path,
         stop: StopRequest,
         progress: Progress,
+        nprocs: int = 1,
     ) -> None:
+        self.nprocs, self._resumes = nprocs, saved is not None
         self.settings, self.device, self.corpus = settings, device, corpus
         self.out, self.stop, self.progress = out, stop, progress
         torch.manual_seed(settings.seed)
@@ -203,19 +211,31 @@ class Job:
             self.outcome.training_seconds = earlier + time.perf_counter() - start
             self._save()
 
+        rest = self.progress, save, SAVE_EVERY_SECONDS
         try:
-            train(
-                self.trainer,
-                self.batches,
-                self.course,
-                self.stop,
-                self.progress,
-                save,
-                SAVE_EVERY_SECONDS,
-            )
+            if self.nprocs == 1:
+                train(self.trainer, self.batches, self.course, self.stop, *rest)
+            else:
+                self._train_together(*rest)
         finally:
             self.outcome.training_seconds = earlier + time.perf_counter() - start
             self.outcome.peak_memory = peak_memory(self.device)
+
+    def _train_together(self, *rest: Any) -> None:
+        resume = self.out / state.FILE_NAME if self._resumes else None
+        threads = torch.get_num_threads()
+        with Helpers(
+            *(self.settings, self.corpus.training, resume, self.device.type, self.nprocs)
+        ) as team:
+            torch.set_num_threads(max(1, threads // self.nprocs))
+            try:
+                self.trainer.join(team)
+                share, stop = team.share(self.batches), team.agree(self.stop)
+                train(self.trainer, share, self.course, stop, *rest)
+            finally:
+                torch.set_num_threads(threads)
+                self.trainer.join(None)
+                self.outcome.together = Together.of(team.size, team.waits, team.steps)
 
     def _compare(self, held_out: list[Batch]) -> None:
         first = Batches(

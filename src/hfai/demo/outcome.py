@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from dataclasses import dataclass
 
@@ -50,6 +51,30 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class Together:
+    """Processes that trained together.
+
+    Attributes:
+        nprocs: their number.
+        step_seconds: of a step, the median.
+        waiting_share: of a step's time, from when the first process had all its gradients until it
+            had the average: the median.
+    """
+
+    nprocs: int
+    step_seconds: float | None
+    waiting_share: float | None
+
+    @classmethod
+    def of(cls, nprocs: int, waits: list[float], steps: list[float]) -> Together:
+        """Sum up what was measured of each step; the first one also starts things."""
+        if len(steps) < 2:
+            return cls(nprocs, None, None)
+        shares = [wait / step for wait, step in zip(waits[1:], steps[1:], strict=True)]
+        return cls(nprocs, statistics.median(steps[1:]), statistics.median(shares))
+
+
+@dataclass(frozen=True)
 class Check:
     """Something that must hold, whether it did, and what was seen."""
 
@@ -74,6 +99,7 @@ class Outcome:
         failure: why it could not go on, else None.
         comparison: torch against hfai, if it came to that.
         round_trip: the way back to torch, if it came to that.
+        together: the processes that trained, where it was not this one alone.
     """
 
     settings: Settings
@@ -87,6 +113,7 @@ class Outcome:
     failure: str | None = None
     comparison: Comparison | None = None
     round_trip: RoundTrip | None = None
+    together: Together | None = None
 
     @property
     def last_loss(self) -> float | None:

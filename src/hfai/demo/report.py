@@ -88,6 +88,13 @@ def _training_lines(outcome: Outcome) -> Iterator[str]:
         f"loss:    from {outcome.losses[0]:.3f} to {outcome.last_loss:.3f} nats a byte "
         f"(guessing by byte frequency: {outcome.unigram:.3f})"
     )
+    together = outcome.together
+    if together is not None and together.waiting_share is not None:
+        milliseconds = 1e3 * (together.step_seconds or 0.0)
+        yield (
+            f"waiting: {together.waiting_share:.1%} of a step of {milliseconds:.1f} ms, for the "
+            f"average over {together.nprocs} processes (hfreduce)"
+        )
 
 
 def _comparison_table(comparison: Comparison, outcome: Outcome, device: torch.device) -> Table:

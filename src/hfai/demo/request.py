@@ -24,6 +24,7 @@ class Request:
         given: values for fields of `Settings`; None or "auto" where the user left it open.
         device: "auto", "cpu" or "cuda".
         out: the directory of all files written.
+        nprocs: processes that train together on this machine.
         resume: go on with the run whose resume file is in `out`.
         json: print the figures as JSON on standard output, all else on standard error.
         command: as the user would type it again.
@@ -32,6 +33,7 @@ class Request:
     given: dict[str, Any]
     device: str
     out: Path
+    nprocs: int
     resume: bool
     json: bool
     command: str

@@ -126,6 +126,19 @@ def fill_in(given: dict[str, Any], device: torch.device) -> Settings:
     return Settings(**values)
 
 
+def check_share(settings: Settings, nprocs: int) -> None:
+    """Refuse a batch that processes cannot share evenly.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if settings.batch_size % nprocs:
+        raise ValueError(
+            f"--nprocs {nprocs} was given, but a batch of {settings.batch_size} windows cannot be "
+            f"shared evenly: use a --batch-size that is a multiple of {nprocs}"
+        )
+
+
 def conflicts(given: dict[str, Any], held: Settings) -> list[tuple[str, Any, Any]]:
     """List the values a user gave that differ from those of a saved run: (name, given, held)."""
     return [

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hfai.demo.batches import Batch, Batches, to_device
-from hfai.demo.interrupt import StopRequest
 from hfai.demo.progress import Progress
 from hfai.demo.settings import Settings
+from hfai.demo.team import Share, Stop, Team
 from hfai.models import LSTMLM, BertMLM
 
 WARM_UP_SHARE = 0.1
@@ -45,6 +45,8 @@ class Trainer:
 
     def __init__(self, model: BertMLM | LSTMLM, settings: Settings, device: torch.device) -> None:
         self.model = model
+        self._team: Team | None = None
+        self._wrapped: Any = model
         self.settings = settings
         self.device = device
         matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -59,19 +61,30 @@ class Trainer:
             fused=True,
         )
 
+    def join(self, team: Team | None) -> None:
+        """Average every step over a team from now on, or over nobody again."""
+        self._team = team
+        self._wrapped = self.model if team is None else team.wrap(self.model, self.device)
+
     def step(self, batch: Batch, learning_rate: float) -> Tensor:
         """Do one step on a batch that is on the device; return its loss, without waiting for it.
 
         With a learning rate of 0 all the work is done and the weights stay as they are.
         """
+        if self._team is not None:
+            self._team.begin()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            loss = self.model(batch.input_ids, labels=batch.labels).loss
+            loss = self._wrapped(batch.input_ids, labels=batch.labels).loss
         loss.backward()
+        if self._team is not None:
+            self._team.averaged()
         nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT_NORM)
         self.optimizer.step()
+        if self._team is not None:
+            return self._team.finish(loss)
         return torch.as_tensor(loss.detach())
 
     def evaluate(self, batches: Iterable[Batch], model: BertMLM | LSTMLM | None = None) -> float:
@@ -100,10 +113,10 @@ def learning_rate(settings: Settings, step: int) -> float:
 
 def train(
     trainer: Trainer,
-    batches: Batches,
+    batches: Batches | Share,
     course: Course,
-    stop: StopRequest,
-    progress: Progress,
+    stop: Stop,
+    progress: Progress | None,
     save: Callable[[], None],
     save_every: float,
 ) -> None:
@@ -114,7 +127,7 @@ def train(
         batches: one for each step; at `course.place`.
         course: the losses and the place after every step.
         stop: looked at after every step.
-        progress: shown after every step.
+        progress: shown after every step; None: by another process.
         save: called every `save_every` seconds.
         save_every: seconds.
 
@@ -123,7 +136,8 @@ def train(
     """
     settings, losses = trainer.settings, course.losses
     last_save = time.perf_counter()
-    progress.begin("training", "step", settings.steps, len(losses), settings.tokens_per_step)
+    if progress is not None:
+        progress.begin("training", "step", settings.steps, len(losses), settings.tokens_per_step)
     stream = iter(batches)
     if len(losses) < settings.steps:
         batch = to_device(next(stream), trainer.device)
@@ -135,7 +149,8 @@ def train(
             batch = to_device(next(stream), trainer.device)
         losses.append(float(loss))
         course.place = place
-        progress.advance(f"loss {losses[-1]:.3f}")
+        if progress is not None:
+            progress.advance(f"loss {losses[-1]:.3f}")
         if not math.isfinite(losses[-1]):
             raise DivergenceError(
                 f"the loss of step {step + 1} is {losses[-1]}: use a lower --learning-rate than "

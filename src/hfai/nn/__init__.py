@@ -8,10 +8,16 @@ Each class here is a subclass of torch's class of the same name and differs from
 alone. What the fast path does not cover runs torch's own code.
 """
 
+from hfai.nn.attention import MultiheadAttention
 from hfai.nn.cells import GRUCell, LSTMCell, RNNCell
 from hfai.nn.convert import to_hfai, to_torch
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.rnn import GRU, LSTM, RNN
+from hfai.nn.transformer import (
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 __all__ = [
     "GRU",
@@ -20,8 +26,12 @@ __all__ = [
     "GRUCell",
     "LSTMCell",
     "LayerNorm",
+    "MultiheadAttention",
     "RMSNorm",
     "RNNCell",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "to_hfai",
     "to_torch",
 ]

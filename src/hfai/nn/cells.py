@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hfai.kernels.cell import call
 from hfai.kernels.rnn.plan import Cell
 from hfai.nn.path import Path
-from hfai.nn.rnn import as_leaf, as_torch
+from hfai.nn.stand_in import as_leaf, as_torch
 
 _OF_RNN = {"tanh": Cell.RNN_TANH, "relu": Cell.RNN_RELU}
 

@@ -9,7 +9,7 @@ from typing import Any, overload
 from torch import nn
 
 from hfai.nn.path import Path
-from hfai.nn.registry import OPERATORS, TORCH_CLASS, Explains
+from hfai.nn.registry import OPERATORS, TORCH_CLASS, WHOLE, Explains
 from hfai.nn.wrapped import why_wrapped
 
 
@@ -83,7 +83,12 @@ def explain(model: nn.Module) -> Explanation:
         raise TypeError(f"explain takes a torch.nn.Module, not {type(model).__name__}")
     rows = []
     others = 0
+    parts: set[int] = set()
     for name, module in model.named_modules():
+        if id(module) in parts:
+            continue
+        if isinstance(module, WHOLE):
+            parts.update(map(id, module.modules()))
         path = _path_of(module)
         if path is not None:
             layer = type(module).__name__

@@ -11,10 +11,16 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
+from hfai.nn.attention import MultiheadAttention
 from hfai.nn.cells import GRUCell, LSTMCell, RNNCell
 from hfai.nn.layer_norm import LayerNorm, RMSNorm
 from hfai.nn.path import Path
 from hfai.nn.rnn import GRU, LSTM, RNN
+from hfai.nn.transformer import (
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LayerNorm,
@@ -22,10 +28,17 @@ OPERATORS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: LSTM,
     nn.GRU: GRU,
     nn.RNN: RNN,
+    nn.MultiheadAttention: MultiheadAttention,
+    nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: TransformerDecoderLayer,
+    nn.TransformerEncoder: TransformerEncoder,
     nn.LSTMCell: LSTMCell,
     nn.GRUCell: GRUCell,
     nn.RNNCell: RNNCell,
 }
+
+# Layers that compute with their parts' parameters and never call those parts.
+WHOLE = (nn.MultiheadAttention,)
 
 TORCH_CLASS = {hfai_class: torch_class for torch_class, hfai_class in OPERATORS.items()}
 

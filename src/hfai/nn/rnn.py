@@ -22,6 +22,7 @@ from hfai.kernels.rnn.call import Stack
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell
 from hfai.nn.path import Path
+from hfai.nn.stand_in import as_leaf, as_torch
 
 Hidden: TypeAlias = Any
 """h of [layers * directions, batch, hidden], or for LSTM a pair of h and c."""
@@ -250,20 +251,6 @@ def _autocast_dtype(data: Tensor) -> torch.dtype | None:
     if not torch.is_autocast_enabled("cuda") or not data.is_floating_point():
         return None
     return None if data.dtype == torch.float64 else torch.get_autocast_dtype("cuda")
-
-
-def as_leaf(module: nn.Module, input: torch.fx.Proxy, hx: Hidden) -> Any:
-    """Record the layer as one node of torch.fx's graph, as it does with torch's own layers."""
-    tracer = input.tracer
-    path = tracer.path_of_module(module)  # type: ignore[attr-defined]
-    return tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
-
-
-def as_torch(module: nn.Module, torch_class: type[nn.Module]) -> nn.Module:
-    """Return torch's layer around the same parameters, hooks and options."""
-    plain = torch_class.__new__(torch_class)
-    plain.__dict__ = module.__dict__.copy()
-    return plain
 
 
 def _explain(module: nn.RNNBase) -> Path:

@@ -7,8 +7,11 @@
 #include <dlfcn.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace hfreduce {
 
@@ -36,7 +39,6 @@ class CudaDriver {
   CUresult (*copy_to_host)(void *, CUdeviceptr, size_t, CUstream);
   CUresult (*copy_to_device)(CUdeviceptr, const void *, size_t, CUstream);
   CUresult (*stream_create)(CUstream *, unsigned);
-  CUresult (*stream_destroy)(CUstream);
   CUresult (*stream_synchronize)(CUstream);
   CUresult (*event_create)(CUevent *, unsigned);
   CUresult (*event_destroy)(CUevent);
@@ -76,7 +78,6 @@ class CudaDriver {
     find(library, "cuMemcpyDtoHAsync_v2", copy_to_host);
     find(library, "cuMemcpyHtoDAsync_v2", copy_to_device);
     find(library, "cuStreamCreate", stream_create);
-    find(library, "cuStreamDestroy_v2", stream_destroy);
     find(library, "cuStreamSynchronize", stream_synchronize);
     find(library, "cuEventCreate", event_create);
     find(library, "cuEventDestroy_v2", event_destroy);
@@ -113,6 +114,44 @@ class InContext {
     CUcontext popped;
     CudaDriver::get().context_pop(&popped);
   }
+};
+
+// The streams that groups use, one group after another. None is ever destroyed: torch may come back to
+// one after its group is closed, with an event of a future or for a tensor that is freed then, and
+// the driver crashes where a stream is gone.
+class Streams {
+ public:
+  // Returns an idle stream of a context, which is current.
+  static CUstream take(CUcontext context) {
+    Streams &all = get();
+    {
+      std::lock_guard<std::mutex> lock(all.mutex_);
+      auto &idle = all.idle_[context];
+      if (!idle.empty()) {
+        CUstream stream = idle.back();
+        idle.pop_back();
+        return stream;
+      }
+    }
+    CUstream stream = nullptr;
+    const CudaDriver &driver = CudaDriver::get();
+    driver.check(driver.stream_create(&stream, kStreamNonBlocking), "cuStreamCreate");
+    return stream;
+  }
+  static void give(CUcontext context, CUstream stream) {
+    if (!stream) return;
+    Streams &all = get();
+    std::lock_guard<std::mutex> lock(all.mutex_);
+    all.idle_[context].push_back(stream);
+  }
+
+ private:
+  static Streams &get() {
+    static Streams *const all = new Streams;  // outlives whoever gives back at the process's end
+    return *all;
+  }
+  std::mutex mutex_;
+  std::map<CUcontext, std::vector<CUstream>> idle_;
 };
 
 }  // namespace hfreduce

@@ -117,6 +117,11 @@ class Group {
     if (usable()) waiter_.broken({Reason::kInterrupted, options_.rank});
   }
 
+  // Breaks the group because this rank has lost its way to other nodes; from any thread.
+  void abandon() {
+    if (usable()) waiter_.broken({Reason::kNetwork, options_.rank});
+  }
+
   // Makes calls that wait return, and no other begin, from any thread.
   void stop() { stopping_.store(true); }
 

@@ -165,6 +165,7 @@ NB_MODULE(_engine, module) {
            "Pointers and counts are trusted: hfreduce.Reducer checks them.")
       .def("set_timeout", &Group::set_timeout, nb::arg("seconds"))
       .def("interrupt", &Group::interrupt, "Break the group: this rank was interrupted.")
+      .def("abandon", &Group::abandon, "Break the group: this rank lost its way to other nodes.")
       .def("stop", &Group::stop, "Make a call that waits return, and no other begin.")
       .def("close", &Group::close, nb::call_guard<nb::gil_scoped_release>(),
            "Tell the others that this rank takes part no more; no call may be running.")
@@ -181,6 +182,10 @@ NB_MODULE(_engine, module) {
            nb::arg("flags"), nb::arg("threads"), nb::keep_alive<1, 2>(),
            "Pin the group's memory in a device's primary context; RuntimeError in CUDA's words.")
       .def_prop_ro("flags", &CudaPath::flags)
+      .def_prop_ro("busy", [](const CudaPath &p) {
+        const Busy busy = p.busy();
+        return std::make_tuple(busy.all, busy.out, busy.adding, busy.back);
+      }, "(seconds in calls; with copies out, sums and copies back under way)")
       .def_prop_ro("out", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.out()); })
       .def_prop_ro("back", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.back()); })
       .def(
@@ -197,18 +202,23 @@ NB_MODULE(_engine, module) {
           nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
           nb::call_guard<nb::gil_scoped_release>(), "Enqueue all copies of an all-reduce.")
       .def(
-          "serve",
+          "submit",
           [](CudaPath &path, uintptr_t tensor, int64_t count, int dtype, int op, uint32_t first) {
+            path.submit({tensor, count, static_cast<Dtype>(dtype), static_cast<Op>(op), first});
+          },
+          nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
+          nb::call_guard<nb::gil_scoped_release>(), "Announce an all-reduce, before `enqueue`.")
+      .def(
+          "wait",
+          [](CudaPath &path, uint32_t end) {
             Status status;
             {
               nb::gil_scoped_release unlocked;
-              status = path.serve(
-                  {tensor, count, static_cast<Dtype>(dtype), static_cast<Op>(op), first});
+              status = path.wait(end);
             }
             return outcome(status);
           },
-          nb::arg("tensor"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("first"),
-          "Carry an all-reduce through; returns (reason, rank, told).")
+          nb::arg("end"), "Wait for all chunks before `end`; returns (reason, rank, told).")
       .def("close", &CudaPath::close, nb::call_guard<nb::gil_scoped_release>(),
            "Unpin; no call may be running.");
   module.def("start_time", &start_time, nb::arg("pid"),

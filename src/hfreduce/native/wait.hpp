@@ -23,7 +23,7 @@
 namespace hfreduce {
 
 // The numbers are part of the shared layout; Python's are in hfreduce/errors.py.
-enum class Reason : uint32_t { kNone, kDead, kLate, kClosed, kMismatch, kInterrupted, kForked };
+enum class Reason : uint32_t { kNone, kDead, kLate, kClosed, kMismatch, kInterrupted, kForked, kNetwork };
 
 struct Status {
   Reason reason = Reason::kNone;

@@ -100,6 +100,12 @@ def in_order(rank: int, world: int, store: str) -> None:
         assert handle is not None
         handle.wait()
         assert (tensor == sum(peer + i for peer in range(world))).all()
+    twice = torch.full((3_000_000,), float(rank + 1), device=gpu)
+    for handle in [group.all_reduce(twice, async_op=True) for _ in range(4)]:
+        assert handle is not None
+        handle.wait()
+    total = sum(range(1, world + 1))
+    assert (twice == total * world**3).all(), "a call goes out before the one before is back"
     mean = sum(range(1, world + 1)) / world
     assert (x == mean * 2**20).all()
 
@@ -218,3 +224,30 @@ def trains(rank: int, world: int, store: str) -> None:
 
 def test_ddp_trains_as_torchs_does() -> None:
     run(trains, 2, timeout=120)
+
+
+def outlived(rank: int, world: int, store: str) -> None:
+    group, gpu = reducer(rank, world, store), device(rank)
+    tensor = torch.full((1_000_003,), float(rank), device=gpu)
+    path = group.gpu(gpu, chunk_bytes=CHUNK)
+    handle = path.all_reduce(tensor, "sum")
+    path.all_reduce(torch.ones(1_000_003, device=gpu), "sum")  # which nobody keeps
+    torch.cuda.synchronize()
+    group.barrier()
+    group.close()
+    future = handle.torch_future(tensor)
+    future.wait()
+    assert (tensor == sum(range(world))).all()
+    del tensor, handle, future
+    torch.cuda.empty_cache()
+    again = torch.ones(1_000_003, device=gpu)
+    with pytest.raises(RuntimeError, match="closed"):
+        path.all_reduce(again, "sum")
+    second = reducer(rank, world, store, name="second")
+    second.all_reduce(again)
+    assert (again == world).all()
+    second.barrier()
+
+
+def test_tensors_handles_and_futures_outlive_their_group() -> None:
+    run(outlived, 2)

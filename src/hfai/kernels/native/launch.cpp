@@ -14,7 +14,7 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr size_t kMaxArguments = 24;
+constexpr size_t kMaxArguments = 64;
 
 void launch(uintptr_t kernel, int device, unsigned block, unsigned shared_bytes, unsigned cluster,
             bool overlap, unsigned grid, uintptr_t stream, nb::args arguments) {

@@ -9,7 +9,13 @@ import torch
 from hfai.kernels import cooperative, jit
 from hfai.kernels.rnn.plan import Plan
 
-COMMON = ["rnn/machine.cuh", "rnn/fragments.cuh", "rnn/exchange.cuh", "rnn/cells.cuh"]
+COMMON = [
+    "tensor_cores.cuh",
+    "rnn/machine.cuh",
+    "rnn/fragments.cuh",
+    "rnn/exchange.cuh",
+    "rnn/cells.cuh",
+]
 FORWARD = [*COMMON, "rnn/forward.cu"]
 BACKWARD = [*COMMON, "rnn/backward.cu"]
 

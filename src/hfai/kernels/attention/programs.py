@@ -1,0 +1,186 @@
+"""The compiled attention kernels: made on first use for one shape and kind of masks, and kept."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hfai.kernels import jit
+from hfai.kernels.attention import plan
+from hfai.kernels.attention.masking import Masking
+from hfai.kernels.attention.plan import BackwardPlan, ForwardPlan, WeightsPlan
+from hfai.kernels.attention.precision import is_split
+
+COMMON = ["tensor_cores.cuh", "attention/tiles.cuh", "attention/scores.cuh"]
+FORWARD = [*COMMON, "attention/forward.cu"]
+BACKWARD = [*COMMON, "attention/backward.cu"]
+WEIGHTS = [*COMMON, "attention/weights.cu"]
+
+P = TypeVar("P", ForwardPlan, BackwardPlan, WeightsPlan)
+
+
+class MaskKind(enum.IntEnum):
+    """How a mask's elements lie in memory; the values are those of scores.cuh."""
+
+    NONE = 0
+    BOOLEAN = 1
+    ADDED = 2
+    ADDED_FLOAT = 3
+
+
+@dataclass(frozen=True)
+class Program(Generic[P]):
+    """A loaded kernel and the plan it was made by."""
+
+    plan: P
+    kernel: jit.Kernel
+
+
+def kind_of(mask: Tensor | None) -> MaskKind:
+    """Return how a mask is read. fp32 is ADDED_FLOAT whatever q's dtype: one program less."""
+    if mask is None:
+        return MaskKind.NONE
+    if mask.dtype is torch.bool:
+        return MaskKind.BOOLEAN
+    return MaskKind.ADDED_FLOAT if mask.dtype is torch.float32 else MaskKind.ADDED
+
+
+def mask_constants(
+    causal: bool, mask: MaskKind, key_mask: MaskKind, ragged: bool
+) -> dict[str, int | bool]:
+    """Return what scores.cuh takes by these names."""
+    return {
+        "CAUSAL": causal,
+        "MASK": int(mask),
+        "KEY_MASK": int(key_mask),
+        "RAGGED": ragged,
+    }
+
+
+# By device, dtype, rows, keys, head dimension and masks: all that tells programs apart.
+_Key = tuple[object, ...]
+_forward: dict[_Key, Program[ForwardPlan]] = {}
+_backward: dict[_Key, Program[BackwardPlan]] = {}
+_weights: dict[_Key, Program[WeightsPlan]] = {}
+# Lengths that make the same tiles share a kernel.
+_kernels: dict[_Key, jit.Kernel] = {}
+
+
+def _key(q: Tensor, k: Tensor, masking: Masking) -> _Key:
+    return (
+        q.get_device(),
+        q.dtype,
+        q.shape[1],
+        k.shape[1],
+        q.shape[3],
+        masking.causal,
+        None if masking.attn_mask is None else masking.attn_mask.dtype,
+        None if masking.key_padding_mask is None else masking.key_padding_mask.dtype,
+        is_split(q.dtype),
+    )
+
+
+def forward(q: Tensor, k: Tensor, masking: Masking) -> Program[ForwardPlan]:
+    """Return the forward program for such tensors.
+
+    Raises:
+        ValueError: no plan fits them (`call.supports` says so beforehand).
+    """
+    key = _key(q, k, masking)
+    program = _forward.get(key)
+    if program is None:
+        chosen = plan.choose_forward(*_shape(q, k))
+        chosen = _fitting(chosen, q, k)
+        keys = chosen.chunk * chosen.chunks
+        program = _forward[key] = load_forward(
+            chosen, q.dtype, q.get_device(), _constants(q, masking, keys != k.shape[1])
+        )
+    return program
+
+
+def backward(q: Tensor, k: Tensor, masking: Masking) -> Program[BackwardPlan]:
+    """Return the backward program for such tensors; raises as `forward`."""
+    key = _key(q, k, masking)
+    program = _backward.get(key)
+    if program is None:
+        chosen = _fitting(plan.choose_backward(*_shape(q, k)), q, k)
+        keys = chosen.key_block * chosen.key_blocks
+        program = _backward[key] = load_backward(
+            chosen, q.dtype, q.get_device(), _constants(q, masking, keys != k.shape[1])
+        )
+    return program
+
+
+def weights(q: Tensor, k: Tensor, masking: Masking, averaged: bool) -> Program[WeightsPlan]:
+    """Return the program of the weights for such tensors; raises as `forward`."""
+    key = (*_key(q, k, masking), averaged)
+    program = _weights.get(key)
+    if program is None:
+        chosen = _fitting(plan.choose_weights(*_shape(q, k)), q, k)
+        constants = _constants(q, masking, False)  # weights beyond the last key are not stored
+        constants |= {"AVERAGED": averaged, "ALIGNED": k.shape[1] % 8 == 0}
+        program = _weights[key] = load_weights(chosen, q.dtype, q.get_device(), constants)
+    return program
+
+
+def load_forward(
+    plan: ForwardPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
+) -> Program[ForwardPlan]:
+    """Compile and load forward.cu for a plan; `constants` are SPLIT and the masks'."""
+    return Program(plan, _load(FORWARD, "hfai_attention_forward", plan, dtype, device, constants))
+
+
+def load_backward(
+    plan: BackwardPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
+) -> Program[BackwardPlan]:
+    """Compile and load backward.cu for a plan; `constants` are SPLIT and the masks'."""
+    return Program(plan, _load(BACKWARD, "hfai_attention_backward", plan, dtype, device, constants))
+
+
+def load_weights(
+    plan: WeightsPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
+) -> Program[WeightsPlan]:
+    """Compile and load weights.cu for a plan; `constants` as for forward, AVERAGED and ALIGNED."""
+    return Program(plan, _load(WEIGHTS, "hfai_attention_weights", plan, dtype, device, constants))
+
+
+def _load(
+    sources: list[str],
+    name: str,
+    plan: ForwardPlan | BackwardPlan | WeightsPlan,
+    dtype: torch.dtype,
+    device: int,
+    constants: dict[str, int | bool],
+) -> jit.Kernel:
+    key = (plan, dtype, device, *sorted(constants.items()))
+    kernel = _kernels.get(key)
+    if kernel is None:
+        text = jit.program_text(sources, plan.constants() | constants, {"T": dtype})
+        kernel = _kernels[key] = jit.load(
+            text, name, device, block=plan.threads, shared_bytes=plan.shared_bytes
+        )
+    return kernel
+
+
+def _constants(q: Tensor, masking: Masking, ragged: bool) -> dict[str, int | bool]:
+    masks = mask_constants(
+        masking.causal, kind_of(masking.attn_mask), kind_of(masking.key_padding_mask), ragged
+    )
+    return masks | {"SPLIT": is_split(q.dtype)}
+
+
+def _shape(q: Tensor, k: Tensor) -> tuple[int, torch.dtype, int, int, jit.DeviceLimits]:
+    return q.shape[3], q.dtype, q.shape[1], k.shape[1], jit.device_limits(q.get_device())
+
+
+def _fitting(chosen: P | None, q: Tensor, k: Tensor) -> P:
+    if chosen is None:
+        raise ValueError(
+            f"no attention kernel for {q.shape[1]} rows, {k.shape[1]} keys and a head dimension of "
+            f"{q.shape[3]} in {q.dtype} fits this device; ask hfai.kernels.attention.supports first"
+        )
+    return chosen

@@ -1,0 +1,110 @@
+"""Which core a call runs on.
+
+As measured on an H200 (docs/attention.md): in half precision our kernel is the fastest up to 64
+queries and keys, both ways; from there to 256 cuDNN's forward is faster, and our backward about as
+fast as cuDNN's and without the copy that gathers three gradients into one. In fp32 with TF32 it is
+the fastest up to 256, both ways. What it leaves, and everything longer, goes to the operator that
+torch itself would choose, by torch's own switches (`torch.nn.attention.sdpa_kernel`), with known
+faults routed around.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hfai.kernels import attention
+from hfai.kernels.attention import Masking
+from hfai.kernels.mha.cores import Core, Cudnn, Efficient, Flash, OnCpu, ThenOurs, Unfused
+
+FLASH, EFFICIENT, CUDNN, ON_CPU, UNFUSED = Flash(), Efficient(), Cudnn(), OnCpu(), Unfused()
+# By the numbers of torch's own enumeration, torch.nn.attention.SDPBackend.
+_BACKENDS: dict[int, Core] = {1: FLASH, 2: EFFICIENT, 3: CUDNN}
+_THEN_OURS: dict[Core, Core] = {core: ThenOurs(core) for core in (FLASH, EFFICIENT, CUDNN)}
+MOST_HEAD_DIM = 256
+# Multiply-adds of a product of E by E below which torch's own inference path, one operator for the
+# whole module, is left alone: the host takes longer over a call than the GPU over its work.
+LEAST_WORK_IN_INFERENCE = 1 << 29
+
+
+# Queries and keys up to which our forward is the fastest in half precision.
+MOST_ROWS_FORWARD = 64
+# Whether our backward follows torch's forward beyond that, as far as it reaches.
+OURS_BACKWARD = True
+
+
+def is_ours(q: Tensor, k: Tensor, masking: Masking, differentiable: bool) -> bool:
+    """Return whether our kernel runs a call in both directions, if it covers it.
+
+    Args:
+        q: [B, L, H, D].
+        k: [B, S, H, D].
+        masking: masks of the call.
+        differentiable: whether a backward will follow.
+    """
+    if max(q.shape[1], k.shape[1]) <= MOST_ROWS_FORWARD or q.dtype is torch.float32:
+        return True
+    masked = masking.attn_mask is not None or masking.key_padding_mask is not None
+    return masked and differentiable  # what a row without keys leaves for backward differs
+
+
+def why_not_head(head: int, dtype: torch.dtype) -> str | None:
+    """Say why torch's fused operators do not take heads of this size as they lie, or None."""
+    unit = 4 if dtype is torch.float32 else 8
+    if head % unit or head > MOST_HEAD_DIM:
+        return f"a head dimension of {head} is no multiple of {unit} up to {MOST_HEAD_DIM}"
+    return None
+
+
+def core_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Core:
+    """Return the core for these heads, [B, length, H, D]."""
+    core = torchs_core(q, k, v, bias, causal, 0.0)
+    if (
+        OURS_BACKWARD
+        and bias is None
+        and core in _THEN_OURS
+        and q.is_cuda
+        and torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
+        and attention.supports(q, k, v, Masking(causal)) is None
+    ):
+        return _THEN_OURS[core]
+    return core
+
+
+def torchs_core(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float
+) -> Core:
+    """Return which of torch's operators runs a call."""
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    # 0 where the user has switched all fused ones off, or for heads that none takes.
+    core = _BACKENDS.get(torch._fused_sdp_choice(*heads, bias, dropout, causal), UNFUSED)
+    if core is not UNFUSED and not q.is_cuda:
+        return ON_CPU
+    if core is CUDNN and bias is not None and q.shape[1] % 128 == 64:
+        # Gradients of q may be NaN there: https://github.com/pytorch/pytorch/issues/196678
+        return EFFICIENT
+    return core
+
+
+def by_torchs_node(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
+    """Attend without a node of ours: where no gradient is wanted, or weights are dropped.
+
+    Returns:
+        The output, [B, L, H, D], differentiable once.
+    """
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    keeps = torch.is_grad_enabled() and q.requires_grad
+    if keeps and bias is not None and torchs_core(q, k, v, bias, causal, dropout) is EFFICIENT:
+        bias = bias.expand(*heads[0].shape[:3], k.shape[1])
+        out = torch.ops.aten._scaled_dot_product_efficient_attention.default(
+            *heads, bias, True, dropout, causal
+        )[0]
+    else:
+        q, k, v = heads
+        out = F.scaled_dot_product_attention(q, k, v, bias, dropout, causal)
+    result: Tensor = out.transpose(1, 2)
+    return result

@@ -1,0 +1,35 @@
+"""What torch.jit.script and torch.fx meet in place of a swapped layer: torch's own.
+
+Both take torch's layers as they are: the first compiles their Python, the second records them as
+one node each, by the module they live in. A class of ours is neither, so its layer steps aside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch import nn
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def as_torch(module: nn.Module, torch_class: type[ModuleT]) -> ModuleT:
+    """Return torch's layer around the same parameters, hooks and options."""
+    plain = torch_class.__new__(torch_class)
+    plain.__dict__ = module.__dict__.copy()
+    return plain
+
+
+def as_leaf(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    """Record the layer as one node of torch.fx's graph, as it does with torch's own layers.
+
+    Args:
+        module: the layer.
+        *arguments: of the call, a proxy first; a None at their end is left out.
+        **keywords: of the call.
+    """
+    if arguments[-1] is None:
+        arguments = arguments[:-1]
+    tracer = arguments[0].tracer
+    path = tracer.path_of_module(module)
+    return tracer.create_proxy("call_module", path, arguments, keywords)

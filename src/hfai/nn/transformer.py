@@ -1,0 +1,213 @@
+"""Transformer layers whose attention and norms are hfai's, in training and in evaluation.
+
+torch's encoder layer reads its attention's and norms' weights in evaluation and never calls those
+modules. Ours calls them wherever fused kernels are worth more than one operator for the whole
+layer, and is torch's own otherwise. The decoder layer always calls its parts: its class is here so
+that a layer built from it has ours inside. `nn.TransformerDecoder` and `nn.Transformer` only call
+their layers and need no class of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfai.kernels.coverage import PLAIN_TYPES, why_watched
+from hfai.kernels.mha import call
+from hfai.nn import packed
+from hfai.nn.attention import MultiheadAttention
+from hfai.nn.layer_norm import LayerNorm
+from hfai.nn.path import Path
+from hfai.nn.stand_in import as_leaf, as_torch
+
+_PARTS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.MultiheadAttention: MultiheadAttention,
+    nn.LayerNorm: LayerNorm,
+}
+
+# Multiply-adds of a product of E by E below which torch's single operator for the whole layer wins:
+# the host then takes longer over the parts than the GPU over the work.
+LEAST_WORK_IN_EVALUATION = 1 << 32
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """`torch.nn.TransformerEncoderLayer` around hfai's attention and norms."""
+
+    @functools.wraps(nn.TransformerEncoderLayer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _swap_parts(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Run the layer over `src`; see torch's class for shapes and options."""
+        y: Tensor
+        if isinstance(src, torch.fx.Proxy):
+            options = {
+                "src_mask": src_mask,
+                "src_key_padding_mask": src_key_padding_mask,
+                "is_causal": is_causal,
+            }
+            y = as_leaf(self, src, **options)
+        elif not _calls_parts(self, src, src_mask, src_key_padding_mask):
+            y = nn.TransformerEncoderLayer.forward(
+                self, src, src_mask, src_key_padding_mask, is_causal
+            )
+        elif self.norm_first:
+            x = self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
+            x = src + x
+            y = x + self._ff_block(self.norm2(x))
+        else:
+            x = self._sa_block(src, src_mask, src_key_padding_mask, is_causal)
+            x = self.norm1(src + x)
+            y = self.norm2(x + self._ff_block(x))
+        return y
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return as_torch(self, nn.TransformerEncoderLayer)
+
+    def explain_path(self) -> Path:
+        """Return the path that calls take with the parameters as they are now."""
+        return _explain(
+            self.linear1, "its attention and norms are called, in evaluation for large inputs only"
+        )
+
+
+class TransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """`torch.nn.TransformerDecoderLayer` around hfai's attention and norms."""
+
+    @functools.wraps(nn.TransformerDecoderLayer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _swap_parts(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """Run the layer over `tgt`; see torch's class for shapes and options."""
+        options: dict[str, Any] = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+            "tgt_is_causal": tgt_is_causal,
+            "memory_is_causal": memory_is_causal,
+        }
+        y: Tensor
+        if isinstance(tgt, torch.fx.Proxy):
+            y = as_leaf(self, tgt, memory, **options)
+        else:
+            y = nn.TransformerDecoderLayer.forward(self, tgt, memory, **options)
+        return y
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return as_torch(self, nn.TransformerDecoderLayer)
+
+    def explain_path(self) -> Path:
+        """Return the path that calls take with the parameters as they are now."""
+        return _explain(self.linear1, "its attention and norms are called")
+
+
+class TransformerEncoder(nn.TransformerEncoder):
+    """`torch.nn.TransformerEncoder`, which can leave padded rows out.
+
+    Attributes:
+        packed: set it to True on an encoder, and calls with a bool `src_key_padding_mask` compute
+            the rows that are not padding alone. Those come out the same; padded rows come out as
+            zeros. Finding them makes the host wait for the device once a call.
+    """
+
+    packed: bool = False
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Run all layers over `src`; see torch's class for shapes and options."""
+        y: Tensor | None
+        if isinstance(src, torch.fx.Proxy):
+            options = {
+                "mask": mask,
+                "src_key_padding_mask": src_key_padding_mask,
+                "is_causal": is_causal,
+            }
+            y = as_leaf(self, src, **options)
+            return y
+        if self.packed:
+            y = packed.encode(self, src, mask, src_key_padding_mask, is_causal)
+            if y is not None:
+                return y
+        y = nn.TransformerEncoder.forward(self, src, mask, src_key_padding_mask, is_causal)
+        return y
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what torch.jit.script compiles in this layer's place."""
+        return as_torch(self, nn.TransformerEncoder)
+
+    def explain_path(self) -> Path:
+        """Return the path that calls take with the parameters as they are now."""
+        reason = "its layers are called"
+        if self.packed:
+            reason += "; with a key padding mask on the rows that are not padding"
+        return _explain(next(iter(self.parameters())), reason)
+
+
+def _swap_parts(layer: nn.Module) -> None:
+    """Make the parts that torch's constructor built hfai's."""
+    for module in layer.children():
+        ours = _PARTS.get(type(module))
+        if ours is not None:
+            module.__class__ = ours
+
+
+def _calls_parts(
+    layer: nn.TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None,
+    src_key_padding_mask: Tensor | None,
+) -> bool:
+    """Return whether a call goes over the layer's parts rather than through torch's forward."""
+    if not (src.is_cuda or call.also_on_cpu):
+        return False
+    if src_mask is not None or src_key_padding_mask is not None:
+        dtypes = {m.dtype for m in (src_mask, src_key_padding_mask) if m is not None}
+        if len(dtypes) > 1 or not all(d is torch.bool or d.is_floating_point for d in dtypes):
+            return False  # torch makes masks of one type, and warns or refuses
+    if torch.compiler.is_compiling():
+        return True
+    if type(src) not in PLAIN_TYPES or src.is_nested or why_watched() is not None:
+        return False
+    # In training torch's forward calls the parts as well.
+    return layer.training or src.numel() * src.shape[-1] >= LEAST_WORK_IN_EVALUATION
+
+
+def _explain(part: nn.Module | Tensor, reason: str) -> Path:
+    if not torch.cuda.is_available():
+        return Path("torch", "no CUDA device: what is faster in it is for CUDA")
+    weight = part if isinstance(part, Tensor) else next(part.parameters())
+    if not weight.is_cuda:
+        return Path("torch", f"the parameters are on {weight.device.type}, not on CUDA")
+    if weight.dtype not in call.DTYPES:
+        return Path("torch", f"{weight.dtype} is not among fp32, fp16 and bf16")
+    return Path("hfai", reason)

@@ -1,0 +1,262 @@
+"""HostAdamW trains as torch's AdamW does on the average gradients, and its state is torch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from haiscale.host_adamw import HostAdamW
+from tests.hfreduce.ranks import reducer, run
+
+STEPS = 5
+
+
+class Model(nn.Module):
+    """Has a layer that only rank 1 uses, one that nobody does, a frozen one, and two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(17, 17) for _ in range(3))
+        self.never, self.frozen = nn.Linear(3, 3), nn.Linear(17, 17).requires_grad_(False)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        x = self.frozen(self.first(x).relu())
+        return self.third(x if rank != 1 else self.second(x))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def backward(model: Any, rank: int, step: int, accumulate: int, share: float) -> None:
+    for part in range(accumulate):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+        x = torch.randn(8, 17, generator=generator)
+        dtype = next(model.parameters()).dtype
+        (model(x.to(dtype), rank).float().square().mean() * share).backward()
+
+
+def seeded(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(3)
+    return Model().to(dtype)
+
+
+def reference(world: int, clip: float | None, accumulate: int) -> tuple[Any, Any]:
+    """Train in one process on all ranks' batches, by torch."""
+    model = seeded()
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(STEPS):
+        for rank in range(world):
+            backward(model, rank, step, accumulate, 1 / world)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def trained(
+    rank: int, world: int, store: str, clip: float | None, accumulate: int, bucket_bytes: int
+) -> None:
+    group = reducer(rank, world, store)
+    model = seeded()
+    if rank:  # all start with rank 0's
+        torch.nn.init.zeros_(model.first.weight)
+    optimizer = HostAdamW(groups(model), lr=1e-2, reducer=group, bucket_bytes=bucket_bytes)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(STEPS):
+        backward(model, rank, step, accumulate, 1.0)
+        if clip is not None:
+            assert optimizer.clip_grad_norm_(clip) > clip
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    theirs, plain = reference(world, clip, accumulate)
+    for (name, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6, msg=name)
+    mine, expected = optimizer.state_dict(), plain.state_dict()
+    assert mine["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(mine["state"][number][name], value, rtol=1e-4, atol=1e-7)
+    # All ranks have the same bits.
+    row = torch.cat([param.detach().flatten() for param in model.parameters()])
+    group.all_reduce(low := row.clone(), "min")
+    group.all_reduce(high := row.clone(), "max")
+    assert torch.equal(low, high)
+    group.barrier()
+
+
+@pytest.mark.parametrize(
+    ("clip", "accumulate", "bucket_bytes"),
+    [(None, 1, 25 << 20), (0.05, 1, 600), (None, 3, 600), (0.05, 3, 25 << 20)],
+    ids=["plain", "clipped, many buckets", "accumulated, many buckets", "both"],
+)
+def test_training_is_torchs_on_the_global_batch(
+    clip: float | None, accumulate: int, bucket_bytes: int
+) -> None:
+    run(trained, 3, clip, accumulate, bucket_bytes)
+
+
+def test_without_other_ranks_it_is_torchs() -> None:
+    model = seeded()
+    optimizer = HostAdamW(groups(model), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(STEPS):
+        backward(model, 0, step, 1, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    theirs, _ = reference(1, None, 1)
+    for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def resumed(rank: int, world: int, store: str, dtype: torch.dtype) -> None:
+    group = reducer(rank, world, store)
+    model = seeded(dtype)
+
+    def steps(model: Any, optimizer: HostAdamW, first: int, last: int) -> None:
+        for step in range(first, last):
+            backward(model, rank, step, 1, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer = HostAdamW(groups(model), lr=1e-2, reducer=group)
+    steps(model, optimizer, 0, 3)
+    kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    steps(model, optimizer, 3, 6)
+    again = seeded(dtype)
+    other = HostAdamW(groups(again), lr=0.5, reducer=group, bucket_bytes=500)
+    again.load_state_dict(kept[0])
+    other.load_state_dict(kept[1])
+    assert other.param_groups[0]["lr"] == 1e-2
+    steps(again, other, 3, 6)
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    group.barrier()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_saved_state_goes_on_with_the_same_bits_in_other_buckets(dtype: torch.dtype) -> None:
+    run(resumed, 2, dtype)
+
+
+def from_torch(rank: int, world: int, store: str) -> None:
+    group = reducer(rank, world, store)
+    theirs, plain = reference(world, None, 1)
+    model = copy.deepcopy(theirs)
+    optimizer = HostAdamW(groups(model), lr=1e-2, reducer=group)
+    optimizer.load_state_dict(plain.state_dict())
+    second = torch.optim.AdamW(groups(theirs), lr=1e-2)
+    second.load_state_dict(optimizer.state_dict())  # and back
+    for peer in range(world):
+        backward(theirs, peer, 9, 1, 1 / world)
+    second.step()
+    backward(model, rank, 9, 1, 1.0)
+    optimizer.step()
+    for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-6)
+    group.barrier()
+
+
+def test_states_go_from_torchs_adamw_and_back() -> None:
+    run(from_torch, 2)
+
+
+def masters(rank: int, world: int, store: str) -> None:
+    group = reducer(rank, world, store)
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = HostAdamW(model.parameters(), lr=1e-3, weight_decay=0.0, reducer=group)
+    for _ in range(20):  # each less than half of bfloat16's step below 1, which is 0.0039
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    assert (model.weight.float() - 0.98).abs().max() < 0.003
+    with torch.no_grad():
+        model.weight.fill_(2.0)  # someone else's doing counts
+    optimizer.step()
+    assert (model.weight > 1.9).all()
+    group.barrier()
+
+
+def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights() -> None:
+    run(masters, 2)
+
+
+def wired(rank: int, world: int, store: str) -> None:
+    group = reducer(rank, world, store)
+    results = []
+    for wire in (None, torch.bfloat16):
+        model = seeded()
+        optimizer = HostAdamW(groups(model), lr=1e-3, reducer=group, wire=wire)
+        for step in range(STEPS):
+            backward(model, rank, step, 1, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([param.detach().clone() for param in model.parameters()])
+    differences = [(a - b).abs().max() for a, b in zip(*results, strict=True)]
+    assert 0 < max(differences) < 3e-3
+    group.barrier()
+
+
+def test_a_narrow_wire_changes_gradients_by_rounding_alone() -> None:
+    run(wired, 2)
+
+
+def refused(rank: int, world: int, store: str) -> None:
+    group = reducer(rank, world, store)
+    with pytest.raises(ValueError, match="the ranks have different parameters"):
+        HostAdamW(nn.Linear(3 + rank, 3).parameters(), reducer=group)
+    group.barrier()
+
+
+def test_ranks_with_different_parameters_are_refused_on_all() -> None:
+    run(refused, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: HostAdamW(p, lr=-1.0), "Invalid learning rate"),
+        (lambda p: HostAdamW(p, wire=torch.int8), "wire=torch.int8 is not known"),
+        (lambda p: HostAdamW([torch.ones(3, dtype=torch.cfloat, requires_grad=True)]), "complex64"),
+        (lambda p: HostAdamW(p).clip_grad_norm_(0.0), "max_norm=0.0 is not positive"),
+        (
+            lambda p: HostAdamW(p).load_state_dict({"param_groups": [], "state": {}}),
+            r"groups of \[\]",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(make: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make([nn.Parameter(torch.ones(3))])
+
+
+def on_default_group(rank: int, world: int, store: str) -> None:
+    shared = dist.FileStore(store, world)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=world)
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = HostAdamW([weight], lr=1.0, weight_decay=0.0)
+    weight.grad = torch.full((3,), 2.0 * rank - 0.5)  # the average is positive, rank 0's is not
+    optimizer.step()
+    assert (weight < 0).all()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_default_process_group_is_averaged_over() -> None:
+    run(on_default_group, 2)

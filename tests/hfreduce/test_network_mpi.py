@@ -1,0 +1,63 @@
+"""The sums between nodes by a real MPI, started by its own mpiexec."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import os, sys
+from mpi4py import MPI
+import torch
+from torch import distributed as dist
+import hfreduce
+from tests.hfreduce.test_nodes import data, defined
+
+rank, world = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+torch.set_num_threads(1)
+nodes = [peer // 2 for peer in range(world)]
+os.environ["HFREDUCE_NODE"] = str(nodes[rank])
+store = dist.FileStore(sys.argv[1], world)
+group = hfreduce.HierarchicalReducer(
+    store, rank, world, timeout=20, network="mpi", piece_bytes=64 << 10
+)
+for dtype in (torch.float32, torch.bfloat16):
+    for count in (0, 1, 1000, 300_001):
+        parts = [data(peer, count, dtype) for peer in range(world)]
+        result = parts[rank].clone()
+        group.all_reduce(result)
+        assert torch.equal(result, defined(parts, nodes, "sum")), (dtype, count)
+group.barrier()
+print("whole", rank, flush=True)
+"""
+
+
+def mpiexec() -> str:
+    """Return MPI's launcher, or skip."""
+    pytest.importorskip("mpi4py", exc_type=ImportError)
+    found = shutil.which("mpiexec", path=sysconfig.get_path("scripts")) or shutil.which("mpiexec")
+    if found is None:
+        pytest.skip("needs an MPI's mpiexec, such as of mpich")
+    return found
+
+
+def test_sums_over_mpi_have_the_defined_bits(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    done = subprocess.run(
+        [mpiexec(), "-n", "4", sys.executable, str(script), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.split("\n")[:4]) == [f"whole {rank}" for rank in range(4)]

@@ -1,0 +1,265 @@
+"""All-reduces over several nodes: groups of processes that are told to be on different ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.harness import links
+from torch import Tensor
+from torch import distributed as dist
+
+import hfreduce
+from hfreduce.nodes import Layout
+from tests.hfreduce.ranks import Ranks, leftovers, run
+
+PIECE = 64 << 10
+
+
+def connected(
+    rank: int,
+    world: int,
+    store: str,
+    nodes: Sequence[int],
+    timeout: float = 20,
+    piece_bytes: int = PIECE,
+) -> hfreduce.HierarchicalReducer:
+    """Return a rank's reducer; `nodes[rank]` is where it pretends to be."""
+    os.environ["HFREDUCE_NODE"] = str(nodes[rank])
+    # torch's gloo looks up the host's name, which containers may not resolve.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    files = dist.FileStore(store, world)
+    return hfreduce.HierarchicalReducer(
+        files, rank, world, timeout=timeout, piece_bytes=piece_bytes
+    )
+
+
+def data(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(count, generator=generator) * 5).to(dtype)
+
+
+def defined(parts: list[Tensor], nodes: Sequence[int], op: str) -> Tensor:
+    """Return the result as it is defined: rounded once in each node and once between them."""
+
+    def combined(tensors: list[Tensor]) -> Tensor:
+        wide = torch.float32 if tensors[0].is_floating_point() else tensors[0].dtype
+        total = tensors[0].to(wide)
+        for tensor in tensors[1:]:
+            total = (
+                torch.maximum(total, tensor.to(wide)) if op == "max" else total + tensor.to(wide)
+            )
+        return (total / len(tensors) if op == "avg" else total).to(tensors[0].dtype)
+
+    of_node = [
+        combined([part for part, at in zip(parts, nodes, strict=True) if at == node])
+        for node in sorted(set(nodes))
+    ]
+    return combined(of_node)
+
+
+def sums(rank: int, world: int, store: str, nodes: list[int]) -> tuple[int, int]:
+    group = connected(rank, world, store, nodes)
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for count in (0, 1, 1000, 16_385, 300_001):
+            parts = [data(peer, count, dtype) for peer in range(world)]
+            for op in ("sum", "max", "avg"):
+                if op == "avg" and (not dtype.is_floating_point or len(set(nodes)) != 2):
+                    continue
+                result = parts[rank].clone()
+                group.all_reduce(result, op)
+                assert torch.equal(result, defined(parts, nodes, op)), (dtype, count, op)
+    group.barrier()
+    return group.layout.columns, len(group.layout.nodes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "layout"),
+    [([0, 0, 1, 1], (2, 2)), ([0, 1, 2], (1, 3)), ([0, 1, 0, 0, 1], (2, 2)), ([0, 0], (2, 1))],
+    ids=["2x2", "3x1", "3+2", "one node"],
+)
+def test_sums_have_the_defined_bits_on_every_rank_of_every_node(
+    nodes: list[int], layout: tuple[int, int]
+) -> None:
+    function = uneven if len({nodes.count(node) for node in nodes}) > 1 else sums
+    assert run(function, len(nodes), nodes) == [layout] * len(nodes)
+
+
+def uneven(rank: int, world: int, store: str, nodes: list[int]) -> tuple[int, int]:
+    group = connected(rank, world, store, nodes)
+    for count in (1, 1000, 300_001):
+        parts = [data(peer, count, torch.float32) for peer in range(world)]
+        for op in ("sum", "max", "avg"):
+            result = parts[rank].clone()
+            group.all_reduce(result, op)
+            expected = defined(parts, nodes, "sum" if op == "avg" else op)
+            assert torch.equal(result, expected / world if op == "avg" else expected)
+    group.barrier()
+    return group.layout.columns, len(group.layout.nodes)
+
+
+def in_order(rank: int, world: int, store: str) -> None:
+    group = connected(rank, world, store, [0, 0, 1, 1])
+    tensors = [torch.full((50_000 * (i % 3) + 7,), float(rank + i)) for i in range(12)]
+    strided = torch.full((300, 400), float(rank)).t()[:, 1:]
+    handles = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
+    group.all_reduce(strided)
+    for i, (tensor, handle) in enumerate(zip(tensors, handles, strict=True)):
+        assert handle is not None
+        handle.wait()
+        assert (tensor == 6 + 4 * i).all()
+    assert (strided == 6).all()
+    group.barrier()
+
+
+def test_asynchronous_calls_and_strided_tensors_are_reduced_in_order() -> None:
+    run(in_order, 4)
+
+
+def dies(rank: int, world: int, store: str) -> tuple[str, float]:
+    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=15)
+    tensor = torch.ones(2_000_000)
+    group.all_reduce(tensor)
+    for turn in range(10**6):
+        if rank == 3 and turn == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            group.all_reduce(tensor)
+        except hfreduce.PeerError as error:
+            with pytest.raises(hfreduce.PeerError):
+                group.all_reduce(tensor)
+            return str(error), time.monotonic() - start
+    raise AssertionError
+
+
+def test_when_a_node_loses_a_rank_every_other_rank_raises_and_nothing_is_left() -> None:
+    ended = Ranks(dies, 6).join()
+    for rank in (0, 1, 2, 4, 5):
+        assert not ended[rank].error, ended[rank].text
+        text, seconds = ended[rank].value
+        assert seconds < 5, text
+    # Who was connected to it, and who shared memory with it, name it.
+    assert "rank 3" in ended[2].value[0]
+    assert leftovers() == []
+
+
+def stops(rank: int, world: int, store: str) -> float:
+    group = connected(rank, world, store, [0, 0, 1], timeout=3)
+    group.all_reduce(torch.ones(10))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(hfreduce.PeerError, match="rank 2" if rank == 0 else "rank 0"):
+        group.all_reduce(torch.ones(10))
+    return time.monotonic() - start
+
+
+def test_a_node_that_hangs_is_named_within_the_timeout() -> None:
+    ranks = Ranks(stops, 3)
+    pipes = ranks._pipes[:2]
+    for pipe in pipes:
+        assert pipe.poll(20)
+    os.kill(ranks.pid(2), signal.SIGKILL)
+    ended = ranks.join(5)
+    for rank in (0, 1):
+        assert not ended[rank].error, ended[rank].text
+        assert ended[rank].value < 3.5
+
+
+def test_a_layout_has_as_many_columns_as_the_smallest_node_has_ranks() -> None:
+    layout = Layout.of(["b", "a", "b", "b", "a"])
+    assert layout == Layout([[0, 2, 3], [1, 4]], 2)
+    assert [layout.of_rank(rank) for rank in range(5)] == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1)]
+
+
+def refusals(rank: int, world: int, store: str) -> None:
+    files = dist.FileStore(store, world)
+    with pytest.raises(ValueError, match="use one of gloo, mpi"):
+        hfreduce.HierarchicalReducer(files, rank, world, network="carrier pigeons")
+    with pytest.raises(ValueError, match="piece_bytes=3 is less"):
+        hfreduce.HierarchicalReducer(files, rank, world, piece_bytes=3)
+    group = connected(rank, world, store, [0, 1])
+    with pytest.raises(TypeError, match="complex64 cannot be reduced"):
+        group.all_reduce(torch.ones(3, dtype=torch.complex64))
+    group.barrier()
+    group.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        group.all_reduce(torch.ones(3))
+
+
+def test_what_makes_no_sense_is_refused_in_words() -> None:
+    run(refusals, 2)
+
+
+# ---- real network namespaces, each behind its own link ----
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Three namespaces, behind links of 500 Mbit/s and 1 ms."""
+    with ExitStack() as stack:
+        try:
+            names = stack.enter_context(links.linked(3, "500mbit", "1ms"))
+        except links.UnavailableError as error:
+            pytest.skip(str(error))
+        yield names
+
+
+def sent() -> int:
+    """Return the bytes that this thread's namespace has sent."""
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    (line,) = [line for line in lines if line.strip().startswith(links.DEVICE)]
+    return int(line.split(":")[1].split()[8])
+
+
+def apart(rank: int, world: int, store: str, names: list[str], kill: bool) -> tuple[float, str]:
+    links.enter(names[rank // 2])
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=5, piece_bytes=1 << 20)
+    parts = [data(peer, 1_000_003, torch.float32) for peer in range(world)]
+    tensor = parts[rank].clone()
+    group.all_reduce(tensor)
+    assert torch.equal(tensor, defined(parts, [0, 0, 1, 1, 2, 2], "sum"))
+    group.barrier()
+    before, start = sent(), time.monotonic()
+    tensor = parts[rank].clone()
+    if not kill:
+        group.all_reduce(tensor)
+        group.barrier()
+        return (sent() - before) / tensor.nbytes, ""
+    if rank >= 4:
+        # The whole node goes, and its link with it: nobody is told.
+        if rank == 4:
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        time.sleep(30)
+    try:
+        group.all_reduce(tensor)
+    except hfreduce.PeerError as error:
+        return time.monotonic() - start, str(error)
+    raise AssertionError
+
+
+def test_a_node_sends_no_more_than_it_must_whatever_its_ranks(namespaces: list[str]) -> None:
+    for share, _ in run(apart, 6, namespaces, False):
+        assert 4 / 3 < share < 4 / 3 * 1.1  # 2 (N - 1) / N of the tensor, and what TCP adds
+
+
+def test_a_node_whose_link_is_cut_is_named_within_the_timeout(namespaces: list[str]) -> None:
+    ranks = Ranks(apart, 6, namespaces, True)
+    for pipe in ranks._pipes[:4]:
+        assert pipe.poll(40)
+    for rank in (4, 5):
+        ranks.kill(rank)
+    for end in ranks.join(10)[:4]:
+        assert not end.error, end.text
+        seconds, text = end.value
+        assert seconds < 5.5
+        assert "rank 4" in text or "rank 5" in text or "lost another node" in text

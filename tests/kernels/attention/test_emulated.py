@@ -1,0 +1,146 @@
+"""The kernels' own sources, run thread by thread on the CPU, compute what float64 does."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hfai.kernels import jit
+from hfai.kernels.attention import launch, precision, programs
+from hfai.kernels.attention.masking import Masking
+from tests.kernels.attention import emulated
+from tests.kernels.attention.cases import BF16, FP16, FP32, TOLERANCES, Call, call, error, padding
+from tests.kernels.compiled import DEVICES
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++ for the emulation")
+
+
+def use_tf32(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    """Set what torch's switch says, without turning it: its setting is the process's."""
+    monkeypatch.setattr(precision, "allows_tf32", lambda: allowed)
+
+
+@pytest.fixture(autouse=True)
+def _emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the emulator where programs are compiled and loaded, with a Hopper's limits."""
+
+    def load(
+        sources: list[str], name: str, plan: Any, dtype: torch.dtype, device: int, constants: Any
+    ) -> emulated.EmulatedKernel:
+        constants = plan.constants() | constants
+        return emulated.load(sources, constants, dtype, name, plan.threads, plan.shared_bytes)
+
+    monkeypatch.setattr(programs, "_load", load)
+    for kept in ("_forward", "_backward", "_weights"):
+        monkeypatch.setattr(programs, kept, {})
+    monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_90"])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    use_tf32(monkeypatch, True)
+
+
+def check(case: Call, *, weights: bool = True, tolerance: float | None = None) -> None:
+    q, k, v, masking = case.q, case.k, case.v, case.masking
+    out, expected_weights, gradients = case.expected()
+    tolerance = TOLERANCES[q.dtype] if tolerance is None else tolerance
+    made, lse = launch.attention_forward(q, k, v, masking, _poisoned(q))
+    assert error(made, out) < tolerance
+    targets = (_poisoned(q), _poisoned(k), _poisoned(v))
+    found = launch.attention_backward(case.dout, q, k, v, made, lse, masking, targets)
+    for gradient, expected in zip(found, gradients, strict=True):
+        assert error(gradient, expected) < tolerance
+    if weights:
+        each = launch.attention_weights(q, k, lse, masking, False)
+        assert error(each, expected_weights) < tolerance
+        averaged = launch.attention_weights(q, k, lse, masking, True)
+        assert error(averaged, expected_weights.mean(1)) < tolerance
+
+
+def _poisoned(like: torch.Tensor) -> torch.Tensor:
+    return launch.like_rows(like).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_every_type_from_a_packed_product(dtype: torch.dtype) -> None:
+    check(call(dtype, 1, 40, 40, 2, 24, packed=True), weights=False)
+
+
+def test_fp32_without_tf32_keeps_its_own_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tf32(monkeypatch, False)
+    check(call(FP32, 1, 40, 70, 1, 24), tolerance=1e-6)
+
+
+def test_keys_in_several_parts_with_all_masks_at_once() -> None:
+    mask = torch.randn(130, 130, generator=torch.Generator().manual_seed(1)).to(BF16)
+    mask[:, 1::3] = -torch.inf
+    masking = Masking(True, mask, padding(2, 130))
+    check(call(BF16, 2, 130, 130, 1, 16, masking=masking), weights=False)
+
+
+def test_a_mask_of_each_head_and_sequence_first() -> None:
+    mask = torch.randn(4, 30, 23, generator=torch.Generator().manual_seed(1))
+    masking = Masking(attn_mask=mask, scale=0.3)
+    check(call(FP32, 2, 30, 23, 2, 8, sequence_first=True, masking=masking))
+
+
+def test_rows_without_any_key_get_zeros_and_no_gradient() -> None:
+    mask = torch.arange(20)[:, None].expand(20, 37) % 3 == 0
+    check(call(BF16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask)), weights=False)
+
+
+def test_rows_without_any_key_get_nan_where_that_is_asked_for() -> None:
+    mask = torch.arange(20)[:, None].expand(20, 37) % 3 == 0
+    case = call(BF16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask, nan_rows=True))
+    check(case, weights=False)
+    made, _ = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    assert torch.equal(made.isnan().all(-1).all(-1)[0], mask[:, 0])
+
+
+def test_an_infinite_or_nan_input_stays_in_its_own_head() -> None:
+    case = call(BF16, 1, 20, 37, 2, 8, masking=Masking(scale=1.0))
+    case.q[0, 3, 0, 0] = torch.nan
+    made, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    assert made[0, 3, 0].isnan().all()
+    assert lse[0, 0, 3].isnan()
+    assert made.isnan().sum() == 8
+
+
+def test_an_output_gradient_of_any_layout_is_taken() -> None:
+    case = call(FP32, 2, 30, 23, 2, 8)
+    made = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    operands = (case.q, case.k, case.v, *made, case.masking)
+    expected = launch.attention_backward(case.dout, *operands)
+    off_by_one = case.dout.new_empty(case.dout.numel() + 1)[1:].view_as(case.dout)
+    across = case.dout.transpose(0, 3).contiguous().transpose(0, 3)
+    for dout in (off_by_one.copy_(case.dout), across):
+        assert launch.why_not_rows(dout) is not None
+        found = launch.attention_backward(dout, *operands)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_same_bits_come_out_twice() -> None:
+    case = call(FP32, 2, 30, 23, 2, 8)
+    q, k, v, masking = case.q, case.k, case.v, case.masking
+    made = [launch.attention_forward(q, k, v, masking) for _ in range(2)]
+    found = [launch.attention_backward(case.dout, q, k, v, *one, masking) for one in made]
+    assert torch.equal(made[0][0], made[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.skipif("HFAI_LONG_TESTS" not in os.environ, reason="minutes; set HFAI_LONG_TESTS=1")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(seed: int) -> None:
+    draw = random.Random(seed)
+    dtype = draw.choice([BF16, FP16, FP32])
+    rows, keys = (draw.choice([1, 7, 16, 33, 64, 65, 100, 129, 197, 256]) for _ in range(2))
+    batch, heads = draw.choice([1, 2]), draw.choice([1, 3])
+    head_dim = draw.choice([8, 16, 40, 64, 72, 80] + ([96, 128] if dtype is not FP32 else []))
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.randn(rows, keys, generator=generator)
+    mask = draw.choice([None, mask, mask.to(dtype), mask > 1])
+    padded = draw.choice([None, padding(batch, keys), padding(batch, keys).to(dtype) * -1e4])
+    masking = Masking(draw.choice([True, False]), mask, padded, nan_rows=draw.choice([True, False]))
+    check(call(dtype, batch, rows, keys, heads, head_dim, masking=masking, seed=seed))
