@@ -233,12 +233,12 @@ def planning(ranks: int, tensors: int) -> dict[str, float]:
             for n in range(tensors)
         ]  # fmt: skip
 
-    mine = parts(1)
+    mine = parts(ranks - 1)
     start = time.process_time()
     planned = plan(mine, lambda name: (1, 0, ""), ())
-    layout = lay_out((p.slice for p in planned), "0" * 16, 1)
+    layout = lay_out((p.slice for p in planned), "0" * 16, ranks - 1)
     hashed: tuple[Slice, ...] = tuple(piece._replace(hashes="0" * 16) for piece in layout.slices)
-    index = Index("0" * 16, 1, "rank", layout.size, len(layout.header), "", hashed, {})
+    index = Index("0" * 16, ranks - 1, "rank", layout.size, len(layout.header), "", hashed, {})
     data = index.encode()
     own = time.process_time() - start
     start = time.process_time()
