@@ -20,24 +20,35 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from haiscale.adamw_checks import (
+    MOMENTS,
+    OPTIONS,
+    SHARED,
+    check_options,
+    check_state,
+    check_values,
+    problem_with,
+)
 from haiscale.shards import Bucket, buckets_of
 from hfreduce import Handle, Reducer
 from hfreduce.hook import WIRES
 
 BUCKET_BYTES = 25 << 20
-SHARED = ("lr", "betas", "eps", "weight_decay")
+ELSEWHERE = "another rank refused this call, and says why: nothing was changed"
 
 
 class HostAdamW(torch.optim.Optimizer):
     """AdamW whose step, master weights and moments are on the host, sharded over the ranks.
 
     All ranks make it with the same parameters in the same order, and start with rank 0's values.
+    Groups and their settings are compared then; who changes one later, such as `lr`, does so on
+    all ranks alike.
 
     Args:
         params: Parameters or groups of them, as for torch.optim.AdamW; on the CPU or a GPU.
@@ -49,11 +60,15 @@ class HostAdamW(torch.optim.Optimizer):
         group: Whose ranks average; None: the default group, or this process alone without one.
         wire: torch.bfloat16 sends float32 gradients in half the bytes; None: as they are.
         bucket_bytes: What is averaged and stepped at a time.
+        options: Others of torch.optim.AdamW, as long as they are off.
 
     Raises:
         UnavailableError: The ranks are not on one machine.
-        ValueError: The ranks have different parameters, or a value makes no sense.
+        ValueError: The ranks have different parameters or settings, or a value makes no sense.
     """
+
+    # So torch.amp.GradScaler leaves found infinities to `step`, which can then refuse in words.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -67,12 +82,17 @@ class HostAdamW(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
         wire: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
     ) -> None:
+        unknown = sorted(options.keys() - set(OPTIONS))
+        if unknown:
+            raise TypeError(f"HostAdamW has no argument {unknown[0]!r}")
+        check_options(options)
         if wire not in WIRES:
             raise ValueError(f"wire={wire} is not known: use torch.bfloat16, torch.float16 or None")
         self._buckets: list[tuple[Bucket, int, torch.optim.AdamW | None]] = []
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        torch.optim.AdamW([torch.zeros(1)], lr, betas, eps, weight_decay)  # checks the values
+        check_values(defaults)
         super().__init__(params, defaults)
         self._reducer = reducer
         if reducer is None and dist.is_available() and dist.is_initialized():
@@ -89,8 +109,12 @@ class HostAdamW(torch.optim.Optimizer):
                 parts: list[Any] = [segment.master for segment in bucket.segments]
                 inner = torch.optim.AdamW(parts, lr, fused=True) if parts else None
                 self._buckets.append((bucket, index, inner))
-        self._compare()
-        self._averaged = False
+        self._made = {
+            id(p): (p.shape, p.dtype) for bucket, _, _ in self._buckets for p in bucket.params
+        }
+        self._compare(wire, bucket_bytes)
+        # What `clip_grad_norm_` has averaged: gradients and their versions; None: nothing.
+        self._averaged: list[tuple[Tensor | None, int]] | None = None
         with torch.no_grad():
             for bucket, _, _ in self._buckets:
                 bucket.load_parameters()
@@ -107,16 +131,25 @@ class HostAdamW(torch.optim.Optimizer):
 
         Raises:
             PeerError: Another rank died, came too late, or called something else.
+            RuntimeError: On all ranks: a gradient or parameter is not what it can step, such as one
+                that was frozen when the optimizer was made; or GradScaler called.
         """
+        if hasattr(self, "found_inf"):
+            del self.found_inf, self.grad_scale  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "GradScaler.step was given a HostAdamW: it looks for infinities on each rank "
+                "alone, before the average; train in bfloat16, without a GradScaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._averaged:
-            gathered = [self._update(number) for number in range(len(self._buckets))]
+        fresh = self._fresh()
+        if fresh:
+            gathered = self._average(self._update, fresh)
         else:
-            gathered = self._average(self._update)
-        self._averaged = False
+            gathered = [self._update(number) for number in range(len(self._buckets))]
+        self._averaged = None
         for handle, (bucket, _, _) in zip(gathered, self._buckets, strict=True):
             if handle is not None:
                 handle.wait()
@@ -127,7 +160,8 @@ class HostAdamW(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Average the gradients and scale them so that their norm is at most `max_norm`.
 
-        The next `step` uses what was averaged here. Parameters' `.grad` stay as they are.
+        The next `step` uses what was averaged here. Parameters' `.grad` stay as they are; one that
+        is replaced, removed or written to before that step counts as it then is, unscaled.
 
         Args:
             max_norm: Of all averaged gradients together, the 2-norm.
@@ -137,8 +171,12 @@ class HostAdamW(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm} is not positive")
-        self._average(lambda number: None)
-        self._averaged = True
+        self._averaged = None
+        self._average(lambda number: None, self._fresh())
+        self._averaged = [
+            (param.grad, -1 if param.grad is None else param.grad._version)
+            for param in self._all_params()
+        ]
         squares = [bucket.gradient.double().square().sum() for bucket, _, _ in self._buckets]
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         if self._reducer is not None:
@@ -159,7 +197,7 @@ class HostAdamW(torch.optim.Optimizer):
         state: dict[int, dict[str, Tensor]] = {}
         for bucket, _, inner in self._buckets:
             steps = torch.zeros(len(bucket.params))
-            rows = {name: torch.zeros_like(bucket.master) for name in ("exp_avg", "exp_avg_sq")}
+            rows = {name: torch.zeros_like(bucket.master) for name in MOMENTS}
             for segment in bucket.segments:
                 assert inner is not None
                 held = inner.state.get(segment.master)
@@ -171,7 +209,7 @@ class HostAdamW(torch.optim.Optimizer):
             if self._reducer is not None:
                 self._reducer.all_reduce(steps, "max")
             if bucket.params[0].dtype not in (torch.float32, torch.float64):
-                rows["master"] = bucket.master
+                rows["master"] = bucket.current_master()
             whole = {name: bucket.spread(self._whole(bucket, row)) for name, row in rows.items()}
             for index, param in enumerate(bucket.params):
                 if steps[index]:
@@ -186,52 +224,65 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take on a state of `state_dict`, or of a torch.optim.AdamW over the same parameters.
+        """Take on a state of `state_dict`, or of a torch.optim.AdamW; all ranks call it.
+
+        Master weights in it hold where they round to the parameters when these are next looked
+        at, so it does not matter whether the model is loaded before or after; and where torch has
+        trained on with the state, which leaves them as they were, the parameters count.
 
         Raises:
-            ValueError: It is of other groups or parameters.
+            ValueError: On all ranks, and nothing was changed: on one of them it is of other groups
+                or parameters, or of options that are not here.
         """
+        problem = ""
+        try:
+            check_state(state_dict, self.param_groups, self._all_params())
+        except ValueError as error:
+            problem = str(error)
+        except (TypeError, KeyError, AttributeError) as error:
+            problem = f"the state is not such as state_dict() returns ({error!r})"
+        if problem := self._said_by_any(problem):
+            raise ValueError(problem)
         groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                f"the state has groups of {sizes} parameters, this optimizer of "
-                f"{[len(group['params']) for group in self.param_groups]}"
-            )
         numbers = [number for group in groups for number in group["params"]]
         of_param = dict(zip(map(id, self._all_params()), numbers, strict=True))
         for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({name: value for name, value in theirs.items() if name != "params"})
+            left = {"params", "decoupled_weight_decay", *OPTIONS}
+            mine.update({name: value for name, value in theirs.items() if name not in left})
         for bucket, _, inner in self._buckets:
             bucket.load_parameters()
             for segment in bucket.segments:
                 assert inner is not None
-                param = bucket.params[segment.index]
-                held = state_dict["state"].get(of_param[id(param)])
+                held = state_dict["state"].get(of_param[id(bucket.params[segment.index])])
                 inner.state.pop(segment.master, None)
                 if not held:
                     continue
-                if held["exp_avg"].shape != param.shape:
-                    raise ValueError(
-                        f"the state has a parameter of {tuple(held['exp_avg'].shape)} where this "
-                        f"optimizer has one of {tuple(param.shape)}"
-                    )
+                parts = {name: bucket.part(segment, held[name]) for name in MOMENTS}
                 inner.state[segment.master] = {
-                    "step": torch.as_tensor(held["step"], dtype=torch.float32).clone().cpu(),
+                    "step": torch.as_tensor(held["step"]).float().reshape(()).cpu().clone(),
                     **{
-                        name: bucket.part(segment, held[name]).to(segment.master.dtype).clone()
-                        for name in ("exp_avg", "exp_avg_sq")
+                        name: part.to("cpu", segment.master.dtype, copy=True)
+                        for name, part in parts.items()
                     },
                 }
-                if "master" in held:
+                if held.get("master") is not None:
                     segment.master.copy_(bucket.part(segment, held["master"]))
-        self._averaged = False
+        self._averaged = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, while the optimizer is made: afterwards it would change all shards."""
         if self._buckets:
             raise RuntimeError("HostAdamW has its shards: make a new one with all groups")
+        check_options(param_group)
+        check_values({**self.defaults, **param_group})
         super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Refuse copies and pickles: the shards and the other ranks cannot go along."""
+        raise TypeError(
+            "a HostAdamW cannot be copied or pickled: keep its state_dict(), and load it into a "
+            "new one"
+        )
 
     # ---- within ----
 
@@ -246,9 +297,15 @@ class HostAdamW(torch.optim.Optimizer):
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
-    def _average(self, then: Callable[[int], Handle | None]) -> list[Handle | None]:
-        """Average bucket after bucket; call `then` with its number when the next is under way."""
-        used = self._used()
+    def _average(
+        self, then: Callable[[int], Handle | None], fresh: dict[int, bool]
+    ) -> list[Handle | None]:
+        """Average bucket after bucket; call `then` with its number when the next is under way.
+
+        Args:
+            then: Is called.
+            fresh: By id, parameters whose average is taken, and whether they have a gradient.
+        """
         results: list[Handle | None] = []
         started: list[Handle | None] = []
         for number in range(len(self._buckets) + 1):
@@ -261,18 +318,18 @@ class HostAdamW(torch.optim.Optimizer):
                 handle = started[number - 1]
                 if handle is not None:
                     handle.wait()
-                bucket.take_gradient()
                 for segment in bucket.segments:
-                    mine = used[id(bucket.params[segment.index])]
-                    segment.master.grad = segment.gradient if mine else None
+                    used = fresh.get(id(bucket.params[segment.index]))
+                    if used is not None:
+                        bucket.take_gradient(segment)
+                        segment.master.grad = segment.gradient if used else None
                 results.append(then(number - 1))
         return results
 
     def _update(self, number: int) -> Handle | None:
         """Step a bucket's shard and start handing it out."""
         bucket, index, inner = self._buckets[number]
-        if bucket.changed():
-            bucket.reload_master()
+        bucket.master.copy_(bucket.current_master())
         if inner is not None:
             for group in inner.param_groups:
                 group.update({name: self.param_groups[index][name] for name in SHARED})
@@ -293,13 +350,41 @@ class HostAdamW(torch.optim.Optimizer):
         assert isinstance(handle, Handle)
         return handle
 
-    def _used(self) -> dict[int, bool]:
-        """Return which parameters have a gradient on some rank, by their id."""
+    def _fresh(self) -> dict[int, bool]:
+        """Return which parameters' gradients are to be averaged, and who has one on some rank.
+
+        Those are all, or after `clip_grad_norm_` those that have changed since, on any rank.
+
+        Raises:
+            RuntimeError: On all ranks: one has parameters or gradients that cannot be stepped.
+        """
         params = self._all_params()
-        marks = torch.tensor([param.grad is not None for param in params], dtype=torch.uint8)
+        problem = problem_with(params, self._made)
+        seen = self._averaged or [(None, -2)] * len(params)
+        used, stale = [], []
+        for param, (grad, version) in zip(params, seen, strict=True):
+            now = -1 if param.grad is None else param.grad._version
+            used.append(param.grad is not None)
+            stale.append(param.grad is not grad or now != version)
+        marks = torch.tensor([*used, *stale, bool(problem)], dtype=torch.uint8)
         if self._reducer is not None:
             self._reducer.all_reduce(marks, "max")
-        return dict(zip(map(id, params), map(bool, marks.tolist()), strict=True))
+        *found, wrong = map(bool, marks.tolist())
+        if wrong:
+            raise RuntimeError(problem or ELSEWHERE)
+        count = len(params)
+        return {
+            id(param): has
+            for param, has, changed in zip(params, found[:count], found[count:], strict=True)
+            if changed
+        }
+
+    def _said_by_any(self, problem: str) -> str:
+        """Return what is wrong on this rank, or that something is on another, or ""."""
+        mark = torch.tensor([bool(problem)], dtype=torch.uint8)
+        if self._reducer is not None:
+            self._reducer.all_reduce(mark, "max")
+        return problem or (ELSEWHERE if mark.item() else "")
 
     def _gather(self, bucket: Bucket) -> None:
         """Give all ranks rank 0's parameters."""
@@ -318,14 +403,28 @@ class HostAdamW(torch.optim.Optimizer):
         self._reducer.all_gather(list(torch.split(whole, sizes)), row)
         return whole
 
-    def _compare(self) -> None:
-        """Refuse ranks whose parameters differ in shape or type."""
+    def _compare(self, wire: torch.dtype | None, bucket_bytes: int) -> None:
+        """Refuse ranks whose parameters, groups or settings differ."""
         if self._reducer is None:
             return
-        text = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in self._all_params()])
-        digest = torch.tensor([zlib.crc32(text.encode()), -zlib.crc32(text.encode())])
-        self._reducer.all_reduce(digest, "max")
-        if digest[0] != -digest[1]:
+        params = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in self._all_params()]
+        settings = (
+            [
+                (len(group["params"]), *map(float, (group["lr"], *group["betas"])))
+                for group in self.param_groups
+            ],
+            [(float(group["eps"]), float(group["weight_decay"])) for group in self.param_groups],
+        )
+        texts = repr(params), repr((settings, wire, bucket_bytes))
+        digests = torch.tensor([zlib.crc32(text.encode()) for text in texts])
+        both = torch.cat([digests, -digests])
+        self._reducer.all_reduce(both, "max")
+        if both[0] != -both[2]:
             raise ValueError(
                 "the ranks have different parameters: give all the same ones in the same order"
+            )
+        if both[1] != -both[3]:
+            raise ValueError(
+                "the ranks have different groups or settings (lr, betas, eps, weight_decay, wire, "
+                "bucket_bytes): give all the same"
             )

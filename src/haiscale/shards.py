@@ -63,6 +63,7 @@ class Bucket:
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         self.master = torch.empty(self._own.numel(), dtype=exact)
         self.gradient = torch.empty(self._own.numel(), dtype=exact)
+        self._places = [(low, high) for low, high in self._ranges() if low < high]
         self.segments = [
             Segment(index, self.master[low:high], self.gradient[low:high])
             for index, (low, high) in enumerate(self._ranges())
@@ -74,37 +75,43 @@ class Bucket:
             before = max(0, self.begin - at)
             self._within.append((before, before + high - low))
             at += param.numel()
-        self._versions: list[int] = []
 
     def load_parameters(self) -> None:
         """Take this rank's shard from the parameters as they are now."""
         self._copy(self.values, self.params)
         self._wait()
         self.master.copy_(self._own)
-        self._versions = [param._version for param in self.params]
 
-    def reload_master(self) -> None:
-        """Take this rank's shard from parameters that someone else has written to."""
-        for segment, part in zip(self.segments, self._parts_of_params(), strict=True):
-            segment.master.copy_(part)
+    def current_master(self) -> Tensor:
+        """Return the master weights, but the parameters' own values where those are others.
+
+        Someone may have written to the parameters, in ways that leave no trace but the values
+        (`param.data`). An element's master weight holds as long as it rounds to the parameter.
+        Uses the memory of this rank's shard: not while that is on its way.
+        """
+        for segment, (low, high) in zip(self.segments, self._places, strict=True):
+            part = self.part(segment, self.params[segment.index])
+            self._own[low:high].copy_(part, non_blocking=True)
+        self._wait()
+        if self._own.dtype == self.master.dtype:
+            return self._own
+        held = self.master.to(self._own.dtype) == self._own
+        return torch.where(held, self.master, self._own.to(self.master.dtype))
 
     def part(self, segment: Segment, whole: Tensor) -> Tensor:
         """Return the elements of a segment out of something that has its parameter's shape."""
         low, high = self._within[segment.index]
         return whole.reshape(-1)[low:high]
 
-    def changed(self) -> bool:
-        """Say whether someone else has written to the parameters since they came back."""
-        return self._versions != [param._version for param in self.params]
-
     def load_gradients(self) -> None:
         """Bring the gradients into a row; parameters without one have zeros there."""
         self._copy(self._gradients, [param.grad for param in self.params])
         self._wait()
 
-    def take_gradient(self) -> None:
-        """Widen this rank's averaged shard for the step."""
-        self.gradient.copy_(self._arrived)
+    def take_gradient(self, segment: Segment) -> None:
+        """Widen a segment of this rank's averaged shard for the step."""
+        low = segment.gradient.storage_offset()
+        segment.gradient.copy_(self._arrived[low : low + segment.gradient.numel()])
 
     def give_shard(self) -> None:
         """Round this rank's stepped shard to the parameters' type."""
@@ -117,15 +124,11 @@ class Bucket:
             values = self.values[at : at + param.numel()].view(param.shape)
             param.copy_(values, non_blocking=True)
             at += param.numel()
-        self._versions = [param._version for param in self.params]
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Return each parameter's part of something that lies in a row, in its shape."""
         parts = torch.split(whole, [param.numel() for param in self.params])
         return [part.view(p.shape).clone() for part, p in zip(parts, self.params, strict=True)]
-
-    def _parts_of_params(self) -> list[Tensor]:
-        return [self.part(segment, self.params[segment.index]) for segment in self.segments]
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Return where each parameter begins and ends in this rank's shard."""

@@ -197,6 +197,124 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_master_weights() -> None:
     run(masters, 2)
 
 
+def wide() -> nn.Parameter:
+    return nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+
+
+def stepped(optimizer: Any, *params: nn.Parameter, times: int = 1) -> None:
+    for _ in range(times):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+
+def test_a_master_weight_that_torch_left_behind_does_not_revert_the_weights() -> None:
+    weight = wide()
+    ours = HostAdamW([weight], lr=0.1, weight_decay=0.0)
+    stepped(ours, weight)
+    theirs = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    theirs.load_state_dict(ours.state_dict())
+    stepped(theirs, weight, times=5)  # "master" is in the state, as it was
+    again = HostAdamW([weight], lr=0.1, weight_decay=0.0)
+    again.load_state_dict(theirs.state_dict())
+    assert (again.state_dict()["state"][0]["master"] - 0.4).abs().max() < 0.01
+    stepped(again, weight)
+    assert (weight.float() - 0.3).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_is_written_through_data_counts(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.full((100,), 5.0, dtype=dtype))
+    optimizer = HostAdamW([weight], lr=1e-3, weight_decay=0.0)
+    stepped(optimizer, weight)
+    weight.data.clamp_(-0.01, 0.01)
+    stepped(optimizer, weight)
+    assert (weight.float() - 0.009).abs().max() < 1e-4
+    weight.data = torch.zeros(100, dtype=dtype)
+    stepped(optimizer, weight)
+    assert (weight.float() + 0.001).abs().max() < 1e-4
+
+
+def test_writing_to_one_parameter_leaves_the_master_weights_of_others() -> None:
+    weight, scale = wide(), nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = HostAdamW([weight, scale], lr=1e-4, weight_decay=0.0)
+    for _ in range(100):
+        stepped(optimizer, weight, scale)
+        with torch.no_grad():
+            scale.clamp_(0.5, 0.6)
+    assert (weight.float() - 0.99).abs().max() < 0.003
+
+
+def test_the_optimizer_may_be_loaded_before_the_model() -> None:
+    weight = wide()
+    optimizer = HostAdamW([weight], lr=1e-4, weight_decay=0.0)
+    stepped(optimizer, weight, times=9)
+    state, kept = copy.deepcopy(optimizer.state_dict()), weight.detach().clone()
+    assert (state["state"][0]["master"] - 0.9991).abs().max() < 1e-5
+    again = nn.Parameter(torch.zeros_like(weight))
+    other = HostAdamW([again], lr=1e-4, weight_decay=0.0)
+    other.load_state_dict(state)
+    with torch.no_grad():
+        again.copy_(kept)
+    stepped(other, again, times=15)
+    assert (other.state_dict()["state"][0]["master"] - 0.9976).abs().max() < 1e-5
+
+
+def test_a_gradient_changed_after_clipping_counts_as_it_then_is() -> None:
+    ours, theirs = ([nn.Parameter(torch.ones(4)) for _ in range(4)] for _ in range(2))
+    one, two = HostAdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
+    for step in range(2):
+        for params, clip in (
+            (ours, one.clip_grad_norm_),
+            (theirs, lambda norm: nn.utils.clip_grad_norm_(theirs, norm)),
+        ):
+            for param in params:
+                param.grad = torch.full((4,), 1.0 + step)
+            clip(1.0)
+            params[0].grad = torch.full((4,), -5.0)
+            params[1].grad = None
+            params[2].grad.mul_(0.0)
+        one.step()
+        two.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+    before = [param.detach().clone() for param in ours]
+    one.clip_grad_norm_(1.0)
+    one.zero_grad()
+    one.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, ours, strict=True))
+
+
+def refuses(rank: int, world: int, store: str) -> None:
+    group = reducer(rank, world, store)
+    for lr, size in ((1e-3 * (1 + rank), 3), (1e-3, 3)):
+        params = [nn.Parameter(torch.ones(size)) for _ in range(2)]
+        groups = [{"params": params[:1], "weight_decay": 0.1 * (rank if lr == 1e-3 else 0)}]
+        with pytest.raises(ValueError, match="different groups or settings"):
+            HostAdamW([*groups, {"params": params[1:]}], lr=lr, reducer=group)
+    params = [nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(200))]
+    optimizer = HostAdamW(params, lr=0.5, reducer=group)
+    plain = torch.optim.AdamW(params, lr=0.1)
+    stepped(plain, *params)
+    good = plain.state_dict()
+    bad = copy.deepcopy(good)
+    bad["state"][1]["exp_avg"] = torch.ones(7)
+    said = r"parameter of \(7,\)" if rank else "another rank refused this call"
+    with pytest.raises(ValueError, match=said):
+        optimizer.load_state_dict(bad if rank else good)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state_dict()["state"]
+    if rank:
+        params[0].grad = torch.ones(300).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse" if rank else "another rank refused"):
+        optimizer.step()
+    group.barrier()
+
+
+def test_what_one_rank_refuses_all_do_before_anything_changes() -> None:
+    run(refuses, 2)
+
+
 def wired(rank: int, world: int, store: str) -> None:
     group = reducer(rank, world, store)
     results = []

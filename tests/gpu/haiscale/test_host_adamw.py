@@ -51,6 +51,23 @@ def test_the_host_steps_parameters_of_gpus_as_torchs_adamw_does() -> None:
     run(trains, 2, timeout=120)
 
 
+def test_a_state_of_torch_on_a_gpu_is_taken_to_the_host() -> None:
+    weight = nn.Parameter(torch.ones(100, device="cuda"))
+    plain = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    plain.step()
+    optimizer = HostAdamW([weight], lr=0.1)
+    optimizer.load_state_dict(plain.state_dict())
+    assert all(value.is_cpu for value in optimizer.state_dict()["state"][0].values())
+    before = weight.detach().clone()
+    optimizer.step()
+    plain_step = before - weight
+    with torch.no_grad():
+        weight.copy_(before)
+    plain.step()
+    torch.testing.assert_close(plain_step, before - weight, rtol=1e-3, atol=1e-5)
+
+
 def wired(rank: int, world: int, store: str) -> None:
     gpu = device(rank)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
