@@ -11,16 +11,17 @@ from typing import Any
 
 import click
 
-from hfai.demo.request import EXIT_INTERRUPTED, Request, UsageError
+from hfai.demo.request import EXIT_INTERRUPTED, HelperError, Request, UsageError
 
 EXIT_CODES = """\b
 Exit codes:
   0    finished, all checks passed
-  1    a check failed, or an unexpected error
+  1    a check failed, a process of --nprocs died or did not start, or an unexpected error
   2    the arguments contradict each other, the machine or the run to resume
   75   suspended (SIGTERM, SIGUSR1, the file HFAI_SUSPEND_FILE names, --suspend-after):
        start again with --resume
-  130  stopped by Ctrl-C; what there was is written
+  130  stopped by Ctrl-C; what there was is written (130 or 143 without that after a second
+       Ctrl-C or SIGTERM)
 """
 
 
@@ -115,6 +116,11 @@ def _run(
     json: bool,
     given: dict[str, Any],
 ) -> int:
+    if nprocs > 1 and "LOCAL_RANK" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise UsageError(
+            f"--nprocs {nprocs} was given, but LOCAL_RANK is set: torchrun has started several "
+            f"processes already; run `hfai demo --nprocs {nprocs}` alone, without torchrun"
+        )
     command_line = shlex.join(["hfai", *sys.argv[1:]])
     share_cores(os.environ)
     try:
@@ -146,6 +152,8 @@ def _explain(error: Exception, out: Path) -> None:
         raise error  # click ends quietly where the reader of a pipe has gone
     if isinstance(error, UsageError):
         raise click.UsageError(str(error)) from error
+    if isinstance(error, HelperError):
+        raise click.ClickException(str(error)) from error
     if isinstance(error, MemoryError):
         raise click.ClickException(
             f"{error}; give a lower --batch-size or --length, or a smaller --model"

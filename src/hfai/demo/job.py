@@ -17,6 +17,7 @@ from hfai.demo.batches import Batch, Batches, to_device
 from hfai.demo.check import check_round_trip
 from hfai.demo.compare import compare
 from hfai.demo.corpus import Corpus, load_corpus, unigram_entropy
+from hfai.demo.helpers import Helpers
 from hfai.demo.interrupt import StopRequest
 from hfai.demo.machine import peak_memory
 from hfai.demo.outcome import Outcome, Swap, Together
@@ -37,7 +38,6 @@ from hfai.demo.request import (
 )
 from hfai.demo.settings import Settings, check_share, choose_device, conflicts, fill_in
 from hfai.demo.state import RunState
-from hfai.demo.team import Helpers
 from hfai.demo.train import Course, DivergenceError, Trainer, train
 
 # A crash or a power cut costs a long run no more than this.

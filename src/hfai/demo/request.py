@@ -16,6 +16,10 @@ class UsageError(ValueError):
     """The user asked for something that cannot be done as asked."""
 
 
+class HelperError(RuntimeError):
+    """Another process of the training died or did not come."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What the command line asked for.

@@ -1,20 +1,17 @@
 """Training on several processes of this machine, data-parallel through hfreduce.
 
 The process that the user started is rank 0: it shows, stops, saves and compares as ever. The others
-do nothing but train beside it. All make the same global batches and take every n-th window, so the
-average of their gradients is the gradient of one process with the whole batch, to rounding; every
-window has as many predicted bytes as any other.
+do nothing but train beside it (`helpers.py`). All make the same global batches and take every n-th
+window, so the average of their gradients is the gradient of one process with the whole batch, to
+rounding; every window has as many predicted bytes as any other.
 """
 
 from __future__ import annotations
 
-import signal
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +19,7 @@ from torch import distributed as dist
 
 import hfreduce
 from haiscale.ddp import DistributedDataParallel
-from hfai.client import ignore_in_worker
 from hfai.demo.batches import Batch, Batches
-from hfai.multiprocessing import spawn
-
-if TYPE_CHECKING:
-    from hfai.demo.settings import Settings
 
 # Others may pack text, compile or write a file meanwhile.
 TIMEOUT_SECONDS = 300.0
@@ -47,7 +39,7 @@ class Team:
     Args:
         rank: Of this process, from 0.
         size: The number of processes.
-        store: A file that all of them reach.
+        store: That all of them reach.
 
     Attributes:
         waits: Seconds of each step from when this process had all its gradients until it had the
@@ -55,13 +47,13 @@ class Team:
         steps: Seconds of each step.
     """
 
-    def __init__(self, rank: int, size: int, store: str) -> None:
+    def __init__(self, rank: int, size: int, store: Any) -> None:
         self.rank, self.size = rank, size
         self.waits: list[float] = []
         self.steps: list[float] = []
-        shared: Any = dist.FileStore(store, size)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=shared, rank=rank, world_size=size)
-        self.reducer = hfreduce.Reducer(shared, rank, size, timeout=TIMEOUT_SECONDS, name="demo")
+        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        dist.init_process_group("gloo", timeout=timeout, rank=rank, world_size=size, store=store)
+        self.reducer = hfreduce.Reducer(store, rank, size, timeout=TIMEOUT_SECONDS, name="demo")
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the model for training: all ranks start with rank 0's weights."""
@@ -132,45 +124,6 @@ class Agreed:
         return bool(asked.item())
 
 
-class Helpers:
-    """The other processes, while they train beside this one.
-
-    Args:
-        settings: Of the run.
-        training: The record file of the windows.
-        resume: The file of the run to go on with, or None.
-        device: "cpu" or "cuda".
-        size: The number of processes, this one among them.
-    """
-
-    def __init__(
-        self, settings: Settings, training: Path, resume: Path | None, device: str, size: int
-    ) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="hfai-demo-")
-        store = f"{self._directory.name}/store"
-        arguments = (store, size, settings, training, resume, device)
-        self._others = spawn(_help, arguments, nprocs=size - 1, join=False, daemon=True)
-        self._size, self._store = size, store
-
-    def __enter__(self) -> Team:
-        self._team = Team(0, self._size, self._store)
-        return self._team
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._team.leave()
-        for process in self._others.processes:
-            process.join(10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._directory.cleanup()
-
-
 def device_of(kind: str, rank: int) -> torch.device:
     """Return a process's device; processes share GPUs where there are fewer."""
     if kind != "cuda":
@@ -178,51 +131,6 @@ def device_of(kind: str, rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _help(
-    index: int,
-    store: str,
-    size: int,
-    settings: Settings,
-    training: Path,
-    resume: Path | None,
-    kind: str,
-) -> None:
-    """Train as rank `index` + 1, and end quietly where rank 0 does."""
-    from hfai.demo.state import RunState
-    from hfai.demo.train import Course, DivergenceError, Trainer, train
-    from hfai.nn import to_hfai
-
-    # Ctrl-C reaches all, and so may what a cluster engine sends: rank 0 decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ignore_in_worker()
-    torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    team = Team(index + 1, size, store)
-    device = device_of(kind, team.rank)
-    torch.manual_seed(settings.seed)
-    trainer = Trainer(to_hfai(settings.make_model().to(device)), settings, device)
-    batches = Batches(training, settings.batch_size, settings.seed, settings.task)
-    losses: list[float] = []
-    if resume is not None:
-        saved = RunState.load(resume)
-        trainer.optimizer.load_state_dict(saved.optimizer)
-        batches.load_state_dict(saved.place)
-        losses = saved.losses
-    trainer.join(team)
-    try:
-        train(
-            trainer,
-            team.share(batches),
-            Course(losses, batches.state_dict()),
-            team.agree(None),
-            None,
-            lambda: None,
-            float("inf"),
-        )
-    except (DivergenceError, hfreduce.PeerError):
-        return  # rank 0 says so
-    team.leave()
 
 
 class _Clock:
