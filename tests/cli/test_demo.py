@@ -292,6 +292,14 @@ def test_bad_arguments_are_refused_in_one_line(
         assert words in done.stderr
 
 
+def test_processes_within_torchruns_are_refused_in_one_line(demo: Callable[..., Done]) -> None:
+    done = demo("--nprocs", "2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--nprocs 2 was given, but LOCAL_RANK is set" in line
+    assert "without torchrun" in line
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(demo: Callable[..., Done]) -> None:
     done = demo("--device", "cuda")
