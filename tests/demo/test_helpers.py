@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +84,28 @@ def test_one_that_does_not_come_is_waited_for_no_longer_than_said(
     with pytest.raises(HelperError, match="not all of 2 processes came within"), helpers:
         pass
     assert not helpers._others.processes[0].is_alive()
+
+
+def test_one_that_stops_while_they_meet_is_not_waited_for_either() -> None:
+    # The thread that meets stays in torch's call: in a process of its own, which ends all the same.
+    code = """
+import os, signal
+import hfai.demo.helpers as module
+from tests.demo.test_helpers import HelperError, pid_of, started
+module.MEETING_SECONDS = 0.3
+helpers = started()
+os.kill(pid_of(helpers), signal.SIGSTOP)
+helpers._store.add("ready", 1)
+try:
+    helpers.__enter__()
+except HelperError as error:
+    raise SystemExit(str(error))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "not all of 2 processes came within 0 s: the training did not begin" in done.stderr
 
 
 def test_the_kernel_kills_a_helper_whose_parent_is_killed() -> None:

@@ -110,6 +110,9 @@ class Helpers:
     def _meet(self) -> Team:
         """Make this process's part while looking whether the others live."""
         deadline = time.monotonic() + MEETING_SECONDS
+        while self._store.add("ready", 0) < self._size - 1:
+            self._look(deadline)
+            time.sleep(POLL_SECONDS)
         met: list[Team | BaseException] = []
 
         def meet() -> None:
@@ -118,23 +121,23 @@ class Helpers:
             except BaseException as error:
                 met.append(error)
 
-        # The calls within have timeouts of minutes and do not look at processes.
+        # These calls have timeouts of minutes, do not look at processes, and hold the store's lock.
         thread = threading.Thread(target=meet, daemon=True)
-        while self._store.add("ready", 0) < self._size - 1 or not met:
-            if not thread.is_alive() and self._store.add("ready", 0) == self._size - 1:
-                thread.start()
-            fallen = self._fallen(at_start=True)
-            if not fallen and time.monotonic() > deadline:
-                fallen = f"not all of {self._size} processes came within {MEETING_SECONDS:.0f} s"
-            if fallen:
-                raise HelperError(f"{fallen}: the training did not begin; start again")
-            if thread.is_alive():
-                thread.join(POLL_SECONDS)
-            else:
-                time.sleep(POLL_SECONDS)
+        thread.start()
+        while thread.is_alive():
+            self._look(deadline)
+            thread.join(POLL_SECONDS)
         if isinstance(met[0], BaseException):
             raise met[0]
         return met[0]
+
+    def _look(self, deadline: float) -> None:
+        """Raise HelperError where one has died, or that time has come, before all have met."""
+        fallen = self._fallen(at_start=True)
+        if not fallen and time.monotonic() > deadline:
+            fallen = f"not all of {self._size} processes came within {MEETING_SECONDS:.0f} s"
+        if fallen:
+            raise HelperError(f"{fallen}: the training did not begin; start again")
 
     def _fallen(self, at_start: bool = False) -> str:
         """Return which helper ended as it should not, and how, or "".
