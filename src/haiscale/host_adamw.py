@@ -209,7 +209,8 @@ class HostAdamW(torch.optim.Optimizer):
             if self._reducer is not None:
                 self._reducer.all_reduce(steps, "max")
             if bucket.params[0].dtype not in (torch.float32, torch.float64):
-                rows["master"] = bucket.current_master()
+                rows["master"] = bucket.master.clone()
+                bucket.take_changes(rows["master"])
             whole = {name: bucket.spread(self._whole(bucket, row)) for name, row in rows.items()}
             for index, param in enumerate(bucket.params):
                 if steps[index]:
@@ -329,7 +330,7 @@ class HostAdamW(torch.optim.Optimizer):
     def _update(self, number: int) -> Handle | None:
         """Step a bucket's shard and start handing it out."""
         bucket, index, inner = self._buckets[number]
-        bucket.master.copy_(bucket.current_master())
+        bucket.take_changes(bucket.master)
         if inner is not None:
             for group in inner.param_groups:
                 group.update({name: self.param_groups[index][name] for name in SHARED})

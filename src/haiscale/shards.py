@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hfreduce.network.point_to_point import cut
 
+CHUNK = 1 << 16  # elements that are compared at a time, so that they stay in the cache
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -82,21 +84,28 @@ class Bucket:
         self._wait()
         self.master.copy_(self._own)
 
-    def current_master(self) -> Tensor:
-        """Return the master weights, but the parameters' own values where those are others.
+    def take_changes(self, masters: Tensor) -> None:
+        """Bring master weights, or a copy, to the parameters' values where those are others.
 
         Someone may have written to the parameters, in ways that leave no trace but the values
         (`param.data`). An element's master weight holds as long as it rounds to the parameter.
         Uses the memory of this rank's shard: not while that is on its way.
         """
-        for segment, (low, high) in zip(self.segments, self._places, strict=True):
-            part = self.part(segment, self.params[segment.index])
-            self._own[low:high].copy_(part, non_blocking=True)
-        self._wait()
-        if self._own.dtype == self.master.dtype:
-            return self._own
-        held = self.master.to(self._own.dtype) == self._own
-        return torch.where(held, self.master, self._own.to(self.master.dtype))
+        on_host = self.params[0].device.type == "cpu"
+        parts = [self.part(segment, self.params[segment.index]) for segment in self.segments]
+        if not on_host:
+            for part, (low, high) in zip(parts, self._places, strict=True):
+                self._own[low:high].copy_(part, non_blocking=True)
+            self._wait()
+        for part, (low, high) in zip(parts, self._places, strict=True):
+            now, held = part if on_host else self._own[low:high], masters[low:high]
+            if now.dtype == held.dtype:
+                held.copy_(now)
+                continue
+            for new, old in zip(torch.split(now, CHUNK), torch.split(held, CHUNK), strict=True):
+                rounded = old.to(new.dtype)
+                if not torch.equal(rounded, new):
+                    old.copy_(torch.where(rounded == new, old, new.to(old.dtype)))
 
     def part(self, segment: Segment, whole: Tensor) -> Tensor:
         """Return the elements of a segment out of something that has its parameter's shape."""
