@@ -14,7 +14,9 @@ from torch import distributed as dist
 from hfai.checkpoint import state
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.handle import SaveHandle
+from hfai.checkpoint.into import id_of
 from hfai.checkpoint.loading import load_values
+from hfai.checkpoint.parts import find_aliases, need_stored
 from hfai.checkpoint.peers import TIMEOUT, Peers
 from hfai.checkpoint.saver import Saver, Take
 from hfai.checkpoint.staging import HostPool
@@ -114,8 +116,9 @@ def save_async(
     The state is copied to buffers of the host, chunk by chunk and from GPUs on a stream of their
     own, and written from there by threads. The optimizer's next step waits until the copies are
     made, and a save that is running is waited for first; whoever changes parameters otherwise calls
-    `wait_staged` of the handle before. Without a torch optimizer that can wait, the call itself
-    returns when they are made.
+    `wait_staged` of the handle before. All else (buffers, options such as the learning rate, the
+    members of a plain state dict that are no parameters of the optimizer) may be changed at once.
+    Without a torch optimizer that can wait, the call itself returns when they are made.
 
     Args:
         path: As for `save`, and so are all others up to `timeout`.
@@ -132,8 +135,8 @@ def save_async(
         threads: …
         storage: …
         timeout: …
-        host_budget: Bytes of buffers in this rank; with less than the state, copying waits for
-            writing.
+        host_budget: Bytes of buffers in this rank, for all saves together; with less than the
+            state, copying waits for writing.
         pool: Buffers to use, of an earlier save; `host_budget` then means nothing.
 
     Returns:
@@ -175,8 +178,10 @@ def begin(
     def take_loose() -> state.Captured:
         nonlocal guarded
         captured = take()
+        for name, tensor in captured.tensors.items():
+            need_stored(name, tensor)
         pool.pin(any(tensor.is_cuda for tensor in captured.tensors.values()))
-        guarded = can_wait and _copy_loose(captured)
+        guarded = can_wait and _copy_loose(captured, optimizers)
         return captured
 
     handle = saver.save_async(location, take_loose, step, epoch, pool)
@@ -187,26 +192,31 @@ def begin(
     return handle
 
 
-def _copy_loose(captured: state.Captured) -> bool:
-    """Copy the tensors that may change before the optimizer's next step: buffers, the user's.
+def _copy_loose(captured: state.Captured, optimizers: list[Any]) -> bool:
+    """Copy the tensors that may change before the optimizer's next step.
+
+    These are buffers, the optimizer's options, the user's, and of a plain state dict all but the
+    optimizer's parameters. Tensors that are one stay one.
 
     Returns:
         Whether they were; if they are many, the caller waits until all is copied.
     """
     tensors = captured.tensors
-    loose = [
+    held = {id_of(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    waits = {
         name
-        for name in tensors
-        if name in captured.primary or not name.startswith(("model/", "optimizer/"))
-    ]
-    if sum(tensors[name].nbytes for name in loose) > _SMALL:
+        for name, tensor in tensors.items()
+        if id_of(tensor) in held
+        or (name.startswith(("model/", "optimizer/")) and name not in captured.loose)
+    }
+    aliases = find_aliases(tensors)
+    waits |= {aliases.get(name, name) for name in waits}
+    loose = [name for name in tensors if aliases.get(name, name) not in waits]
+    if sum(tensors[name].nbytes for name in loose if name not in aliases) > _SMALL:
         return False
-    copies: dict[int, Tensor] = {}  # of a tensor with two names one
+    copies = {name: tensors[name].detach().clone() for name in loose if name not in aliases}
     for name in loose:
-        tensor = tensors[name]
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone()
-        tensors[name] = copies[id(tensor)]
+        tensors[name] = copies[aliases.get(name, name)]
     return True
 
 
@@ -311,11 +321,18 @@ def this_rank() -> int:
 
 
 def _saver(group: dist.ProcessGroup | None, threads: int | None, timeout: float) -> Saver:
-    """Return the saver of a group: it remembers names and shapes from save to save."""
+    """Return the saver of a group, or of this process alone.
+
+    It remembers names and shapes from save to save, and makes its saves one after the other.
+    """
     threads = threads or default_threads()
-    if not (dist.is_available() and dist.is_initialized()):
-        return Saver(Peers(None, timeout), threads)
-    key = id(dist.group.WORLD if group is None else group)
+    if threads < 1:
+        raise ValueError(f"threads is {threads}: give 1 or more")
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}: give seconds, more than 0")
+    distributed = dist.is_available() and dist.is_initialized()
+    # A forked child has none of its parent's threads, and so none of its saves.
+    key = os.getpid(), id(dist.group.WORLD if group is None else group) if distributed else 0
     with _lock:
         saver = _savers.get(key)
         if saver is None or not saver.peers.alive():

@@ -9,9 +9,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from hfai.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NoCheckpointError,
+    is_damage,
+)
 from hfai.checkpoint.format import (
     COMMIT,
     FORMAT,
@@ -62,6 +67,8 @@ class CheckpointFiles:
             record = self.location.read(COMMIT)
         except (FileNotFoundError, NotADirectoryError):
             raise _no_checkpoint(self.location) from None
+        except OSError as error:
+            _raise_as_damage(error, self.path_of(COMMIT))
         self.commit: Commit = decode_commit(record, self.path_of(COMMIT))
         self._indexes: dict[int, Index] = {}
         self._files: dict[str, File] = {}
@@ -156,6 +163,8 @@ class CheckpointFiles:
             file = self.location.open(index.file)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path} is missing", path=path) from None
+        except OSError as error:
+            _raise_as_damage(error, path)
         try:
             if file.size != index.size:
                 raise DamagedCheckpointError(
@@ -171,6 +180,9 @@ class CheckpointFiles:
                     path=path,
                     offset=0,
                 )
+        except (EOFError, OSError) as error:
+            file.close()
+            _raise_as_damage(error, path)
         except BaseException:
             file.close()
             raise
@@ -185,6 +197,8 @@ class CheckpointFiles:
             data = self.location.read(name)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path} is missing", path=path) from None
+        except OSError as error:
+            _raise_as_damage(error, path)
         if self.verify and (len(data) != entry[0] or digest(data) != entry[1]):
             raise DamagedCheckpointError(f"{path} is damaged: its hash does not match", path=path)
         return data
@@ -200,6 +214,13 @@ class CheckpointFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _raise_as_damage(error: Exception, path: str) -> NoReturn:
+    """Raise an error of reading: as damage where it says that, else as it is."""
+    if isinstance(error, CheckpointError) or not is_damage(error):
+        raise error
+    raise DamagedCheckpointError(f"{path} cannot be read: {error}", path=path) from error
 
 
 def _no_checkpoint(location: Location) -> CheckpointError:

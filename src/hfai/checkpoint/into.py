@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,9 @@ class Places:
         self._strict, self._cast = strict, cast
         self._asked: set[str] = set()
         self._made: dict[str, Tensor] = {}
-        self._filled: dict[int, str] = {}
+        self._filled: dict[tuple[object, ...], Wanted] = {}  # by the place in memory
+        self._undo: list[Callable[[], None]] = []
+        self._valueless: list[str] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._wrong: list[str] = []
 
@@ -66,15 +69,15 @@ class Places:
             self.lacks(name)
             return
         target = self._aliases.get(name, name)
-        if self._filled.get(id(tensor)) == target:
-            return  # a tied tensor, once
-        self._filled[id(tensor)] = target
         dtype = dtype_name(tensor.dtype)
         if tuple(tensor.shape) != info.shape:
             self._wrong.append(f"{name} is {_shape(tensor.shape)}, saved {_shape(info.shape)}")
             return
         if dtype != info.dtype and not self._cast:
             self._wrong.append(f"{name} is {dtype}, saved {info.dtype} (cast=True converts)")
+            return
+        if tensor.is_meta:
+            self._wrong.append(f"{name} has no memory (the meta device): give it some first")
             return
         offsets: tuple[int, ...] = (0,) * tensor.ndim
         local: Any = tensor.detach()
@@ -83,11 +86,23 @@ class Places:
                 return
             offsets, _ = box_of(name, tensor)
             local = local.to_local()
+        place = id_of(local) if local.numel() else ()
+        before = self._filled.get(place) if place else None
+        if before is not None and before.name == target:
+            return  # a tied tensor, once
+        if before is not None:  # tied here and not there: as in torch, the last name counts
+            self.wanted = [item for item in self.wanted if item is not before]
+            self._copies = [pair for pair in self._copies if pair[0] is not before.out]
         if dtype != info.dtype:
-            place = torch.empty(local.shape, dtype=getattr(torch, info.dtype), device=local.device)
-            self._copies.append((place, local))
-            local = place
-        self.wanted.append(Wanted(target, offsets, local))
+            read_to = torch.empty(
+                local.shape, dtype=getattr(torch, info.dtype), device=local.device
+            )
+            self._copies.append((read_to, local))
+            local = read_to
+        wanted = Wanted(target, offsets, local)
+        self.wanted.append(wanted)
+        if place:
+            self._filled[place] = wanted
 
     def make(self, name: str, device: torch.device | None = None) -> Tensor:
         """Ask for a tensor to be made and filled; several names of one tensor give the same."""
@@ -121,6 +136,20 @@ class Places:
         """Note that the checkpoint does not have something."""
         self.missing.append(name)
 
+    def leaves_without_values(self, name: str) -> None:
+        """Note that a tensor was on the meta device, and nothing will fill it."""
+        self._valueless.append(name)
+
+    def on_failure(self, undo: Callable[[], None]) -> None:
+        """Note what `put_back` has to do."""
+        self._undo.append(undo)
+
+    def put_back(self) -> None:
+        """Put the meta device's tensors back where memory was made for them in vain."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
     def need_all(self, with_optimizer: bool) -> None:
         """Compare names.
 
@@ -132,13 +161,18 @@ class Places:
             name for name in self._infos if name.startswith(parts) and name not in self._asked
         ]
         found = [*self._wrong]
+        if self._valueless:
+            found.append(
+                f"on the meta device and not in the checkpoint: {_listed(self._valueless)}: give "
+                "these memory and values before loading"
+            )
         if self._strict:
             if self.missing:
                 found.append(f"not in the checkpoint: {_listed(self.missing)}")
             if self.unexpected:
                 found.append(f"only in the checkpoint: {_listed(self.unexpected)}")
         if found:
-            hint = "" if self._wrong else " (strict=False loads what both have)"
+            hint = "" if self._wrong or self._valueless else " (strict=False loads what both have)"
             raise StateMismatchError(
                 f"{self._path} does not fit: {'; '.join(found[: _SHOWN + 2])}{hint}"
             )
@@ -177,23 +211,79 @@ def fill_model(model: Any, values: Mapping[str, Any], places: Places) -> list[Ac
         if isinstance(one, nn.Module):
             acts += _fill_module(one, label, encoded, places)
         elif isinstance(one, Mapping):
-            for name, value in one.items():
-                if isinstance(value, Tensor):
-                    places.fill(f"{label}/{name}", value)
+            acts += _fill_mapping(one, label, encoded, places)
         else:
             raise TypeError(f"the model is a {type(one).__name__}: give a torch.nn.Module")
     return acts
 
 
+def _fill_mapping(
+    state_dict: Mapping[Any, Any], label: str, encoded: Mapping[str, Any], places: Places
+) -> list[Act]:
+    """Ask for a state dict: tensors are filled where they are, other values put in their place."""
+    saved = _members(encoded)
+    others: dict[Any, Any] = {}
+    acts: list[Act] = []
+    for key, value in state_dict.items():
+        name = f"{label}/{key}"
+        if isinstance(value, Tensor):
+            places.fill(name, value)
+        elif key not in saved:
+            places.lacks(name)
+        elif isinstance(value, Mapping) and value and _is_members(saved[key]):
+            acts += _fill_mapping(value, name, saved[key], places)
+        else:
+            others[key] = saved[key]
+            for inner in tree.names_in(saved[key]):
+                places.make(inner)
+    places.unexpected += [
+        f"{label}/{key}"
+        for key, value in saved.items()
+        if key not in state_dict and not tree.names_in(value)
+    ]
+    if others and not isinstance(state_dict, MutableMapping):
+        raise TypeError(
+            f"{label} is a {type(state_dict).__name__}, in which nothing can be put: give a dict"
+        )
+
+    def act(fetch: tree.Fetch) -> None:
+        for key, value in others.items():
+            state_dict[key] = tree.decode(value, fetch)  # type: ignore[index]
+
+    return [*acts, act]
+
+
+def _is_members(encoded: Any) -> bool:
+    """Whether an encoded value is a dict."""
+    if not isinstance(encoded, dict):
+        return False
+    return "$dict" in encoded or not next(iter(encoded), "").startswith("$")
+
+
+def _members(encoded: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the members of an encoded dict, whatever its keys are."""
+    if "$dict" not in encoded:
+        return dict(encoded)
+    return {tree.decode(key, _no_tensor): value for key, value in encoded["$dict"]}
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise StateMismatchError(f"{name} is a tensor that is a key of a dict")
+
+
 def _fill_module(
     model: nn.Module, label: str, encoded: Mapping[str, Any], places: Places
 ) -> list[Act]:
-    _materialize(model, places.device)
+    encoded = _members(encoded)
+    made = _materialize(model, places)
     live = {id_of(t) for t in (*model.parameters(), *model.buffers())}
     indirect: dict[str, str] = {}  # names that a hook or a module's own code gives a value for
     extra: dict[str, Any] = {}
+    filled: set[tuple[object, ...]] = set()
+    asked: set[str] = set()
     for name, (full, value) in state.named_state(model).items():
         key = f"{label}/{name}"
+        asked.add(key)
         if not isinstance(value, Tensor):
             if name in encoded:
                 extra[full] = encoded[name]
@@ -203,11 +293,21 @@ def _fill_module(
                 places.lacks(key)
         elif id_of(value) in live:
             places.fill(key, value)
+            if places.info(key) is not None:
+                filled.add(id_of(value))
         elif places.info(key) is None:
             places.fill(key, value)  # says that it is missing
         else:
             places.make(key, value.device)
             indirect[full] = key
+    for name, tensor in made.items():
+        if local_of(tensor).numel() and id_of(tensor) not in filled and name not in indirect:
+            places.leaves_without_values(f"{label}/{name}")
+    places.unexpected += [
+        f"{label}/{name}"
+        for name, value in encoded.items()
+        if f"{label}/{name}" not in asked and not tree.names_in(value)
+    ]
     if not indirect and not extra:
         return []
 
@@ -225,21 +325,29 @@ def id_of(tensor: Any) -> tuple[object, ...]:
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Make memory for what is on the meta device; what was one tensor before stays one."""
+def _materialize(model: nn.Module, places: Places) -> dict[str, Tensor]:
+    """Make memory for what is on the meta device; what was one tensor before stays one.
+
+    Returns:
+        What was made, by its name.
+    """
     made: dict[int, Tensor] = {}
-    for module in model.modules():
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
         stores: list[Any] = [module._parameters, module._buffers]
         for store in stores:
             for name, old in store.items():
                 if old is None or not old.is_meta:
                     continue
                 if id(old) not in made:
-                    new = torch.empty_like(old, device=device)
+                    new = torch.empty_like(old, device=places.device)
                     if isinstance(old, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=old.requires_grad)
                     made[id(old)] = new
+                    found[f"{prefix}.{name}" if prefix else name] = new
                 store[name] = made[id(old)]
+                places.on_failure(functools.partial(store.__setitem__, name, old))
+    return found
 
 
 def fill_optimizer(
@@ -281,7 +389,7 @@ def _fill_optimizer(
             "hfai.checkpoint.load(path)['optimizer'] and call load_state_dict"
         )
     known = dict(state.optimizer_names(optimizer, names))
-    wanted = encoded["state"].get("$dict") or encoded["state"]
+    wanted = _members(encoded["state"])
     places_of: dict[Tensor, Any] = {}
     for parameter, name in known.items():
         if name not in wanted:

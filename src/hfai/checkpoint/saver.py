@@ -17,6 +17,7 @@ Ranks tell each other through keys of the group's store (see peers.py):
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import warnings
@@ -53,6 +54,8 @@ from hfai.checkpoint.storage import Location, Writer
 # Gives the state that is to be saved.
 Take = Callable[[], Captured]
 _FAILED = "the save failed on "
+_turns = threading.Lock()
+_running_at: dict[tuple[int, str], SaveHandle] = {}  # by process and path: what is being written
 _PRIVATE = "rank/"  # begins the names of tensors that belong to one rank
 
 
@@ -97,6 +100,7 @@ class Saver:
         self._alike = True
         self._known: dict[str, list[Any]] = {}
         self._running: SaveHandle | None = None
+        self._turn = threading.RLock()  # of threads that save
         self.after_commit: Callable[[], None] = lambda: None
 
     def save(self, location: Location, take: Take, step: int | None, epoch: int | None) -> None:
@@ -111,8 +115,9 @@ class Saver:
         Raises:
             CheckpointError: It could not be written, on this rank or another.
         """
-        prepared = self._prepare(location, take, step, epoch)
-        self._complete(prepared, lambda: write.directly(prepared, self.threads))
+        with self._turn:
+            prepared = self._prepare(location, take, step, epoch)
+            self._complete(prepared, lambda: write.directly(prepared, self.threads))
 
     def save_async(
         self,
@@ -123,11 +128,15 @@ class Saver:
         pool: HostPool,
     ) -> SaveHandle:
         """Begin to write a checkpoint; return the handle, perhaps before the state is copied."""
-        prepared = self._prepare(location, take, step, epoch)
-        handle = SaveHandle(location.path)
+        with self._turn:
+            return self._begin(self._prepare(location, take, step, epoch), pool)
+
+    def _begin(self, prepared: Prepared, pool: HostPool) -> SaveHandle:
+        handle = SaveHandle(prepared.location.path)
         staging = write.Staging(prepared, self.threads, pool, handle)
 
         held = self.peers.hold()
+        place = _place_of(prepared.location)
 
         def run() -> None:
             nonlocal held
@@ -138,8 +147,13 @@ class Saver:
                 error = caught
             held = None
             handle._end(error)
+            with _turns:
+                if _running_at.get(place) is handle:
+                    del _running_at[place]
 
         self._running = handle
+        with _turns:
+            _running_at[place] = handle
         # No daemon: a script that ends waits for it.
         handle._thread = threading.Thread(target=run, name="hfai-checkpoint")
         handle._thread.start()
@@ -156,6 +170,11 @@ class Saver:
             self._running._done.wait()
             self._running._unguard()
             self._running = None
+        # Another saver's, such as a manager's: whoever was called last must be what stays.
+        with _turns:
+            other = _running_at.get(_place_of(location))
+        if other is not None:
+            other._done.wait()
         self._number += 1
         number = self._number
         generation = f"{self._agree_on_token()}{number:06x}"
@@ -362,6 +381,12 @@ class Saver:
             self.peers.forget(f"{number - 1}/{key}/{self.peers.rank}")
         if self.peers.rank == 0:
             self.peers.forget(f"{number - 1}/outcome")
+
+
+def _place_of(location: Location) -> tuple[int, str]:
+    """Return what saves of one path have in common in this process."""
+    path = location.path
+    return os.getpid(), path if "://" in path else os.path.realpath(path)
 
 
 def _in_order(layout: Layout, planned: Sequence[Planned], parts: Sequence[Part]) -> list[Tensor]:

@@ -59,7 +59,7 @@ class _Encoder:
         simple = _encode_simple(value)
         if simple is not None:
             return simple
-        if isinstance(value, np.ndarray):
+        if type(value) in (np.ndarray, np.memmap):  # others have more than their items
             if value.dtype.kind not in "biufc":
                 raise TypeError(f"{name} is an array of {value.dtype}: give numbers or bool")
             native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
