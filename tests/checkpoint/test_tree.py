@@ -67,7 +67,17 @@ class Thing:
     pass
 
 
-@pytest.mark.parametrize("value", [Thing(), lambda: 0, Path("/x"), np.array(["a"]), object])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Thing(),
+        lambda: 0,
+        Path("/x"),
+        np.array(["a"]),
+        object,
+        np.ma.masked_array([1.0, 2.0], [0, 1]),
+    ],
+)
 def test_an_object_is_refused_with_the_way_to_it(value: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="others/loader/1 is a"):
         checkpoint.save(tmp_path / "a", None, others={"loader": [0, value]})

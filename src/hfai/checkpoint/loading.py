@@ -19,7 +19,8 @@ from hfai.checkpoint import tree
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.errors import StateMismatchError
 from hfai.checkpoint.format import Slice
-from hfai.checkpoint.into import Places, fill_model, fill_optimizer
+from hfai.checkpoint.into import Places, fill_model
+from hfai.checkpoint.into_optimizer import fill_optimizer
 from hfai.checkpoint.reader import MissingTensorError, Wanted, check, read
 from hfai.checkpoint.storage import Location, PathLike
 

@@ -17,7 +17,6 @@ Ranks tell each other through keys of the group's store (see peers.py):
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import threading
 import warnings
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 import hfai
-from hfai.checkpoint import shard, write
+from hfai.checkpoint import running, shard, write
 from hfai.checkpoint.errors import CheckpointError, StateMismatchError
 from hfai.checkpoint.format import (
     FORMAT,
@@ -54,8 +53,6 @@ from hfai.checkpoint.storage import Location, Writer
 # Gives the state that is to be saved.
 Take = Callable[[], Captured]
 _FAILED = "the save failed on "
-_turns = threading.Lock()
-_running_at: dict[tuple[int, str], SaveHandle] = {}  # by process and path: what is being written
 _PRIVATE = "rank/"  # begins the names of tensors that belong to one rank
 
 
@@ -136,7 +133,7 @@ class Saver:
         staging = write.Staging(prepared, self.threads, pool, handle)
 
         held = self.peers.hold()
-        place = _place_of(prepared.location)
+        place = running.place_of(prepared.location)
 
         def run() -> None:
             nonlocal held
@@ -147,13 +144,10 @@ class Saver:
                 error = caught
             held = None
             handle._end(error)
-            with _turns:
-                if _running_at.get(place) is handle:
-                    del _running_at[place]
+            running.end(place, handle)
 
         self._running = handle
-        with _turns:
-            _running_at[place] = handle
+        running.begin(place, handle)
         # No daemon: a script that ends waits for it.
         handle._thread = threading.Thread(target=run, name="hfai-checkpoint")
         handle._thread.start()
@@ -171,10 +165,7 @@ class Saver:
             self._running._unguard()
             self._running = None
         # Another saver's, such as a manager's: whoever was called last must be what stays.
-        with _turns:
-            other = _running_at.get(_place_of(location))
-        if other is not None:
-            other._done.wait()
+        running.wait(running.place_of(location))
         self._number += 1
         number = self._number
         generation = f"{self._agree_on_token()}{number:06x}"
@@ -381,12 +372,6 @@ class Saver:
             self.peers.forget(f"{number - 1}/{key}/{self.peers.rank}")
         if self.peers.rank == 0:
             self.peers.forget(f"{number - 1}/outcome")
-
-
-def _place_of(location: Location) -> tuple[int, str]:
-    """Return what saves of one path have in common in this process."""
-    path = location.path
-    return os.getpid(), path if "://" in path else os.path.realpath(path)
 
 
 def _in_order(layout: Layout, planned: Sequence[Planned], parts: Sequence[Part]) -> list[Tensor]:

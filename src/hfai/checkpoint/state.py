@@ -153,9 +153,10 @@ _OPTIONS = re.compile(r"optimizer/(?:\d+/)?groups/")
 
 def _changeable(models: Sequence[Any], given: Any, tensors: Mapping[str, Tensor]) -> set[str]:
     """Return names of an optimizer's options, and of what plain state dicts hold."""
+    names = labels("model", given, models) if models else []
     plain = tuple(
         f"{label}/"
-        for one, label in zip(models, labels("model", given, models), strict=True)
+        for one, label in zip(models, names, strict=True)
         if not isinstance(one, nn.Module)
     )
     return {name for name in tensors if name.startswith(plain) or _OPTIONS.match(name)}

@@ -143,6 +143,24 @@ def decode(value: Any, fetch: Fetch) -> Any:
     return _DECODERS[mark](value[mark], fetch)
 
 
+def is_dict(encoded: Any) -> bool:
+    """Whether an encoded value is a dict."""
+    if not isinstance(encoded, dict):
+        return False
+    return "$dict" in encoded or not next(iter(encoded), "").startswith("$")
+
+
+def members(encoded: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the members of an encoded dict, still encoded, whatever its keys are."""
+    if "$dict" not in encoded:
+        return dict(encoded)
+    return {decode(key, _no_tensor): value for key, value in encoded["$dict"]}
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ValueError(f"{name} is a tensor that is a key of a dict")
+
+
 def names_in(value: Any) -> list[str]:
     """Return the names of all tensors in encoded values, in order."""
     found: list[str] = []
