@@ -373,3 +373,46 @@ def test_ranks_decide_by_time_alike_and_fall_back_together(tmp_path: Path) -> No
     saved, resumed = found[0]
     assert len(saved) >= 2
     assert resumed == saved[-2]
+
+
+class Grown(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+
+
+def grown(mesh: DeviceMesh, layers: int) -> Any:
+    model = Grown(layers)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def falling_back(rank: int, world: int, store: str, directory: str) -> Any:
+    start(rank, world, store)
+    mesh = DeviceMesh("cpu", list(range(world)))
+    manager = checkpoint.CheckpointManager(directory, threads=1, timeout=20, asynchronous=False)
+    for layers in (1, 2):
+        manager.save(layers, grown(mesh, layers))
+    if rank == 0:
+        path = Path(directory) / "step-00000002"
+        with CheckpointFiles(path) as files:
+            ((index, piece),) = [
+                found for found in files.slices()["model/layers.1.weight"] if found[0].rank == 1
+            ]
+        with open(path / index.file, "r+b") as file:
+            file.seek(piece.begin)
+            file.write(b"damage")
+    dist.barrier()
+    fresh = grown(mesh, 2)
+    layer = fresh.layers[1]
+    before = {name: tensor.to_local().clone() for name, tensor in layer.state_dict().items()}
+    with pytest.warns(UserWarning, match="damaged"):
+        loaded: Any = manager.resume(fresh, strict=False)
+    after = {name: tensor.to_local() for name, tensor in layer.state_dict().items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return loaded.step, same(after, before)
+
+
+def test_damage_that_one_rank_sees_leaves_no_values_on_any(tmp_path: Path) -> None:
+    assert run(falling_back, 2, str(tmp_path)) == [(1, True), (1, True)]
