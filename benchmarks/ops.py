@@ -15,6 +15,7 @@ device was lost, 2 wrong arguments, 130 interrupted.
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 import time
@@ -73,7 +74,13 @@ RESULTS = Path(__file__).resolve().parent / "results"
     metavar="SECONDS",
     help="Start no further case after this long.",
 )
-@click.option("--commit", help="Recorded as the commit where this is no git checkout.")
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Keep the cases that the result file has, of the same device and versions, where this run "
+    "does not measure them.",
+)
+@click.option("--commit", help="Recorded as the commit.  [default: the checked-out one]")
 @click.option("--seed", type=int, help="Of the random inputs.  [default: another each run]")
 @click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error.")
 def main(
@@ -84,6 +91,7 @@ def main(
     device: str,
     out: Path | None,
     time_budget: float | None,
+    keep: bool,
     commit: str | None,
     seed: int | None,
     debug: bool,
@@ -101,7 +109,7 @@ def main(
     header: dict[str, Any] = {
         "command": machine.command(sys.argv[1:]),
         "date": machine.now(),
-        "commit": machine.commit() or commit,
+        "commit": commit or machine.commit(),
         "seed": seed,
         "machine": machine.describe(target),
         "versions": machine.versions(target),
@@ -125,6 +133,9 @@ def main(
                 name = f"{operator.name}_grid" if grid else operator.name
                 path = out / header["machine"]["slug"] / f"{name}.json" if out else None
                 session = Session(operator, header, path, console)
+                if keep and path is not None and path.exists():
+                    names = [case.name for case in (operator.grid() if grid else operator.cases())]
+                    session.keep(json.loads(path.read_text(encoding="utf-8")), names)
                 session.run(cases[operator.name], target, ceilings, settings, seed, out_of_time)
                 sound &= session.report(tables=not grid)
     except KeyboardInterrupt:
@@ -150,6 +161,16 @@ class Session:
         self.console = console
         self.results: list[result.CaseResult] = []
         self.complete = False
+        self.earlier: tuple[dict[str, Any], list[str]] | None = None
+
+    def keep(self, earlier: dict[str, Any], order: list[str]) -> None:
+        """Let cases of an earlier run's file stand where this one does not measure them.
+
+        Raises:
+            ValueError: That run was of another device, or of other versions.
+        """
+        self.earlier = earlier, order
+        result.merged(earlier, self.document(), order)
 
     def run(
         self,
@@ -190,13 +211,20 @@ class Session:
     def write(self) -> None:
         """Write what there is, if anywhere."""
         if self.path is not None:
-            document = {
-                "operator": self.operator.name,
-                "complete": self.complete,
-                **self.header,
-                "cases": [one.as_dict() for one in self.results],
-            }
+            document = self.document()
+            if self.earlier is not None:
+                document = result.merged(self.earlier[0], document, self.earlier[1])
             result.write(self.path, document)
+
+    def document(self) -> dict[str, Any]:
+        """Return what the file holds of this run."""
+        run = {key: self.header[key] for key in ("date", "commit")}
+        return {
+            "operator": self.operator.name,
+            "complete": self.complete,
+            **self.header,
+            "cases": [{**one.as_dict(), **run} for one in self.results],
+        }
 
     def report(self, tables: bool) -> bool:
         """Print the tables, or the grid's count; return whether ours was right wherever it ran."""

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
-EVERYTHING = "import hfai, hfai.nn, hfai.models; hfai.explain, hfai.nn.to_hfai"
+EVERYTHING = (
+    "import hfai, hfai.nn, hfai.models, hfai.client; hfai.explain, hfai.nn.to_hfai, hfai.go_suspend"
+)
 
 
 def _python(program: str, *, timeout: float = 120) -> Any:
@@ -103,7 +105,8 @@ def settings():
         'benchmark': torch.backends.cudnn.benchmark,
         'deterministic': torch.are_deterministic_algorithms_enabled(),
         'grad': torch.is_grad_enabled(), 'environment': dict(os.environ), 'hooks': hooks,
-        'signals': [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
+        'signals': [str(signal.getsignal(s))
+                    for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
         'excepthook': id(sys.excepthook), 'filters': len(warnings.filters),
         'handlers': len(logging.getLogger().handlers), 'level': logging.getLogger().level,
     }

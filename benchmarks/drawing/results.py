@@ -51,7 +51,20 @@ class Result:
             where += f" (driver {machine['driver']})"
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
         partly = "" if self.data["complete"] else " The run was cut short."
-        return f"{where}; {shown}; {self.data['date'][:10]}.{partly} `{self.data['command']}`"
+        runs = self._runs()
+        return f"{where}; {shown}; {self.data['date'][:10]}.{runs}{partly} `{self.data['command']}`"
+
+    def _runs(self) -> str:
+        """Return a sentence on which rows are of an earlier run, where some are."""
+        commit = self.data.get("commit")
+        earlier: dict[str, list[str]] = {}
+        for case in self.measured:
+            if case.get("commit", commit) != commit:
+                earlier.setdefault(case["commit"][:8], []).append(case["name"])
+        if not earlier:
+            return ""
+        rows = "; ".join(f"{', '.join(names)} of commit {of}" for of, names in earlier.items())
+        return f" Measured at commit {str(commit)[:8]}, earlier rows kept: {rows}."
 
 
 def load(directory: Path) -> list[Result]:

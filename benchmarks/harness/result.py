@@ -2,10 +2,11 @@
 
     {"operator", "complete", "command", "date", "commit", "seed", "machine", "versions", "ceilings",
      "cases": [{"name", "dtype", "shape", "sizes", "skipped", "input_sets", "floor": {pass: …},
-                "implementations": [Row…], "comparison": {pass: …}}, …]}
+                "implementations": [Row…], "comparison": {pass: …}, "date", "commit"}, …]}
 
-Passes are "forward" and "backward", and for whole calls "no_grad", "forward" and "both". Times are
-milliseconds, memory is bytes.
+A case's own date and commit are those of the run that measured it, which is not the file's where
+`merged` has kept it from an earlier one. Passes are "forward" and "backward", and for whole calls
+"no_grad", "forward" and "both". Times are milliseconds, memory is bytes.
 """
 
 from __future__ import annotations
@@ -119,6 +120,32 @@ def first_line(error: BaseException) -> str:
     """Return an error in one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def merged(earlier: dict[str, Any], document: dict[str, Any], order: list[str]) -> dict[str, Any]:
+    """Return the document with the earlier one's cases that it has not measured (again).
+
+    Args:
+        earlier: a result file's content.
+        document: likewise, of a later run.
+        order: the names of all cases, in the order in which they are written.
+
+    Raises:
+        ValueError: They are of different operators, devices or versions.
+    """
+    for what in ("operator", "versions"):
+        if earlier[what] != document[what]:
+            raise ValueError(f"the {what} differ: {earlier[what]} and {document[what]}")
+    if earlier["machine"]["name"] != document["machine"]["name"]:
+        raise ValueError(
+            f"the machines differ: {earlier['machine']['name']}, {document['machine']['name']}"
+        )
+    run = {key: earlier[key] for key in ("date", "commit")}
+    cases = {case["name"]: {**run, **case} for case in earlier["cases"]}
+    run = {key: document[key] for key in ("date", "commit")}
+    cases |= {case["name"]: {**run, **case} for case in document["cases"]}
+    kept = [cases[name] for name in order if name in cases]
+    return {**document, "complete": len(kept) == len(order), "cases": kept}
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

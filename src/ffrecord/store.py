@@ -141,6 +141,17 @@ def expand_url(url: str, options: StoreOptions) -> list[str]:
     return files
 
 
+def open_store(directory: str, options: StoreOptions) -> Any:
+    """Return obstore's store of a directory or a bucket; the same one for the same options.
+
+    Raises:
+        ValueError: It is no store.
+        ImportError: obstore is not installed.
+        RuntimeError: This process was forked from one that had used a store.
+    """
+    return _store(directory, *_frozen(options))
+
+
 def split(url: str) -> tuple[str, str]:
     """Split a URL before its last part.
 

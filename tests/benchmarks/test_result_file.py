@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.harness.machine import command, slug
-from benchmarks.harness.result import Row, write
+from benchmarks.harness.result import Row, merged, write
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -43,3 +44,29 @@ def test_the_command_is_recorded_without_the_place_of_its_file(out: list[str]) -
 )
 def test_a_machines_directory_is_named_after_its_processor(name: str, directory: str) -> None:
     assert slug(name) == directory
+
+
+def document(commit: str, *names: str, version: str = "1") -> dict[str, Any]:
+    cases = [{"name": name, "skipped": ""} for name in names]
+    run = {"date": f"date of {commit}", "commit": commit, "versions": {"torch": version}}
+    return {"operator": "op", "machine": {"name": "GPU"}, "complete": False, "cases": cases} | run
+
+
+def test_cases_of_an_earlier_run_are_kept_where_a_later_one_did_not_come_to_them() -> None:
+    both = merged(document("a", "small", "large"), document("b", "tiny", "small"), [*"xy"])
+    assert both["cases"] == []
+    order = ["tiny", "small", "large"]
+    both = merged(document("a", "small", "large"), document("b", "tiny", "small"), order)
+    assert [(case["name"], case["commit"]) for case in both["cases"]] == [
+        ("tiny", "b"),
+        ("small", "b"),
+        ("large", "a"),
+    ]
+    assert both["cases"][2]["date"] == "date of a"
+    assert both["complete"] is True
+    assert both["commit"] == "b"
+
+
+def test_runs_of_different_versions_are_not_merged() -> None:
+    with pytest.raises(ValueError, match="versions differ"):
+        merged(document("a", "x"), document("b", "y", version="2"), ["x", "y"])

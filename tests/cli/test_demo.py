@@ -171,7 +171,6 @@ def test_ctrl_c_leaves_all_there_is(stopped: Done, stopped_out: Path) -> None:
 
 def test_a_run_stopped_twice_ends_with_the_same_bits_as_an_unbroken_one(
     demo: Callable[..., Done],
-    environment: dict[str, str],
     finished: Done,
     out: Path,
     stopped: Done,
@@ -180,14 +179,19 @@ def test_a_run_stopped_twice_ends_with_the_same_bits_as_an_unbroken_one(
 ) -> None:
     shutil.copy(stopped_out / "resume.pt", tmp_path)
     first = figures(stopped_out)["training"]["steps_done"]
-    resume = command("--resume", "--device", "cpu", "--out", tmp_path)
-    again = run_and_signal(environment, signal.SIGTERM, "training: step", resume)
-    assert again.returncode == 130, again.stdout
+    arguments = ("--resume", "--device", "cpu", "--out", tmp_path)
+    second = first + 5
+    again = demo(*arguments, "--suspend-after", second)
+    assert again.returncode == 75, again.stderr
+    assert again.stderr.splitlines() == [
+        "suspended (SIGUSR1): exit code 75, which means start me again"
+    ]
     assert f"going on after step {first} of 60" in again.stdout
-    second = figures(tmp_path)["training"]["steps_done"]
-    assert first < second < 60
+    assert f"stopped after step {second} of 60: add --resume to go on" in again.stdout
+    assert figures(tmp_path)["training"]["steps_done"] == second
 
-    done = demo("--resume", "--device", "cpu", "--out", tmp_path)
+    # The same command once more, as whoever suspended it would: it is not suspended again.
+    done = demo(*arguments, "--suspend-after", second)
     assert done.returncode == 0, done.stderr
     training = figures(tmp_path)["training"]
     assert training["resumed_from"] == second
@@ -259,6 +263,10 @@ def test_the_table_says_why_both_sides_are_alike_and_how_to_get_the_picture(
 
 
 REFUSED = {
+    "suspend": (
+        ["--suspend-after", "5", "--steps", "5"],
+        ["--suspend-after 5 was given", "the run has 5 steps: give at most 4"],
+    ),
     "steps": (["--steps", "0"], ["--steps", "0 is not in the range"]),
     "length": (["--length", "1000000"], ["--length", "1000000 is not in the range"]),
     "rate": (["--learning-rate", "0"], ["--learning-rate", "0.0 is not in the range"]),
@@ -363,5 +371,5 @@ def test_help_names_every_exit_code_and_needs_no_torch(environment: dict[str, st
     )
     assert done.returncode == 0
     assert done.stderr.strip() == "False"
-    for code in ("0 ", "1 ", "2 ", "130 "):
+    for code in ("0 ", "1 ", "2 ", "75 ", "130 "):
         assert any(line.strip().startswith(code) for line in done.stdout.splitlines())

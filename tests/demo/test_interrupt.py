@@ -61,6 +61,33 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(
         assert process.wait(timeout=10) == 128 + second
 
 
+@pytest.mark.parametrize(
+    ("number", "suspended"),
+    [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGUSR1, True)],
+)
+def test_what_a_cluster_engine_sends_asks_to_suspend(
+    number: signal.Signals, suspended: bool
+) -> None:
+    with running(PROGRAM.replace('"stopping"', "stop.suspended")) as process:
+        process.send_signal(number)
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{suspended}\n"
+
+
+def test_it_asks_itself_after_a_step_once() -> None:
+    program = """
+from hfai.demo.interrupt import StopRequest
+with StopRequest(suspend_after=2) as stop:
+    print("ready", flush=True)
+    for step in range(4):
+        stop.steps_done = lambda: step
+        print(stop.requested, stop.suspended, flush=True)
+"""
+    with running(program) as process:
+        assert process.stdout is not None
+        assert process.stdout.read().split("\n") == ["False False"] * 2 + ["True True"] * 2 + [""]
+
+
 def test_a_long_call_into_c_puts_neither_signal_off() -> None:
     with running(PROGRAM.replace(WAIT, LONG_CALL)) as process:
         process.send_signal(signal.SIGINT)

@@ -21,12 +21,19 @@ class Progress:
         total: How much there is to do; None where that is not known.
         after: Seconds before anything is shown.
         every: Seconds between lines.
+        program: Whose lines they are.
     """
 
     def __init__(
-        self, what: str, total: int | None, *, after: float = 2.0, every: float = 10.0
+        self,
+        what: str,
+        total: int | None,
+        *,
+        after: float = 2.0,
+        every: float = 10.0,
+        program: str = "ffrecord",
     ) -> None:
-        self._what, self._total = what, total
+        self._what, self._total, self._program = what, total, program
         self._done = 0
         self._every = every
         self._next = time.monotonic() + after
@@ -44,7 +51,7 @@ class Progress:
             else:
                 self._next = time.monotonic() + self._every
                 of = "" if self._total is None else f" of {self._total}"
-                click.echo(f"ffrecord: {self._what}: {self._done}{of}", err=True)
+                click.echo(f"{self._program}: {self._what}: {self._done}{of}", err=True)
 
     def set_total(self, total: int | None) -> None:
         """Say how much there is to do, where that is learned late."""

@@ -18,7 +18,9 @@ Exit codes:
   0    finished, all checks passed
   1    a check failed, or an unexpected error
   2    the arguments contradict each other, the machine or the run to resume
-  130  stopped by Ctrl-C or SIGTERM; what there was is written
+  75   suspended (SIGTERM, SIGUSR1, the file HFAI_SUSPEND_FILE names, --suspend-after):
+       start again with --resume
+  130  stopped by Ctrl-C; what there was is written
 """
 
 
@@ -68,10 +70,23 @@ Exit codes:
     help="Processes that train together, each on its share of every batch (hfreduce).",
 )
 @click.option("--resume", is_flag=True, help="Go on with the stopped run in --out.")
+@click.option(
+    "--suspend-after",
+    type=click.IntRange(1),
+    metavar="STEP",
+    help="Get the request of a cluster engine after this step: save, and exit with 75.",
+)
 @click.option("--json", is_flag=True, help="Print the figures as one JSON object, and only that.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def command(
-    device: str, out: Path, nprocs: int, resume: bool, json: bool, debug: bool, **given: Any
+    device: str,
+    out: Path,
+    nprocs: int,
+    resume: bool,
+    suspend_after: int | None,
+    json: bool,
+    debug: bool,
+    **given: Any,
 ) -> None:
     """Train a small BERT on Python's own sources and compare with plain torch.
 
@@ -80,10 +95,11 @@ def command(
     and hfai's are timed in turn on the same batches, and the model is converted back, saved, and
     loaded into plain torch. Steps, batch size, length and learning rate have defaults that fit the
     model and the device; on two CPU cores the whole takes one to two minutes. Ctrl-C stops after
-    the current step and writes what there is; a second Ctrl-C ends at once.
+    the current step and writes what there is; a second Ctrl-C ends at once. SIGTERM, SIGUSR1 and a
+    control file suspend, as a cluster engine does before it takes a machine (docs/suspend.md).
     """
     try:
-        sys.exit(_run(device, out, nprocs, resume, json, given))
+        sys.exit(_run(device, out, nprocs, resume, suspend_after, json, given))
     except Exception as error:
         if debug:
             raise
@@ -91,7 +107,13 @@ def command(
 
 
 def _run(
-    device: str, out: Path, nprocs: int, resume: bool, json: bool, given: dict[str, Any]
+    device: str,
+    out: Path,
+    nprocs: int,
+    resume: bool,
+    suspend_after: int | None,
+    json: bool,
+    given: dict[str, Any],
 ) -> int:
     command_line = shlex.join(["hfai", *sys.argv[1:]])
     share_cores(os.environ)
@@ -99,7 +121,7 @@ def _run(
         # torch takes seconds to import, and `hfai demo --help` needs none of it.
         from hfai.demo.job import run
 
-        return run(Request(given, device, out, nprocs, resume, json, command_line))
+        return run(Request(given, device, out, nprocs, resume, suspend_after, json, command_line))
     except KeyboardInterrupt:
         click.echo("Stopped before the first step: nothing was written.", err=True)
         return EXIT_INTERRUPTED

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hfai.demo.atomic import replacing
+from hfai.atomic import replacing
 from hfai.demo.batches import Batch
 from hfai.demo.train import Trainer
 from hfai.nn import to_torch

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hfai.demo.atomic import replacing
+from hfai.atomic import replacing
 from hfai.demo.compare import Comparison, Side
 from hfai.demo.corpus import Corpus
 from hfai.demo.machine import describe_machine, describe_versions

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from hfai.client import go_suspend
 from hfai.demo import check, figures, state
 from hfai.demo.batches import Batch, Batches, to_device
 from hfai.demo.check import check_round_trip
@@ -53,6 +54,7 @@ def run(request: Request) -> int:
     """Run the demo and return its exit code.
 
     Raises:
+        SystemExit: with the code 75; the run was suspended.
         UsageError: the request contradicts the machine or the resume file.
         OSError: a file cannot be written.
         MemoryError: the GPU's memory is too small.
@@ -62,6 +64,7 @@ def run(request: Request) -> int:
         device = choose_device(request.device)
         saved = _load_saved(request) if request.resume else None
         settings = fill_in(request.given, device) if saved is None else saved.settings
+        suspend_after = _step_to_suspend_after(request.suspend_after, settings.steps, saved)
         check_share(settings, request.nprocs)
         corpus = load_corpus(settings.length)
     except ValueError as error:
@@ -71,7 +74,7 @@ def run(request: Request) -> int:
     resume_file = request.out / state.FILE_NAME
     print_opening(console, settings, device, corpus, resume_file, saved)
 
-    with StopRequest() as stop:
+    with StopRequest(suspend_after) as stop:
         try:
             with Progress(console) as progress:
                 job = Job(
@@ -92,6 +95,8 @@ def run(request: Request) -> int:
         print_files(console, request.out, outcome, has_curve)
         if request.json:
             print(figures.to_json(data), end="", flush=True)
+        if outcome.interrupted and stop.suspended:
+            go_suspend()
     for failed in (result for result in outcome.checks() if not result.passed):
         print(f"Error: {failed.name}: {failed.detail}", file=sys.stderr)
     if not outcome.passed:
@@ -118,6 +123,23 @@ def _load_saved(request: Request) -> RunState:
             f"go on with that run, or start another one in another --out without --resume"
         )
     return saved
+
+
+def _step_to_suspend_after(after: int | None, steps: int, saved: RunState | None) -> int | None:
+    """Return the step after which the run asks itself to suspend; None where it is behind us.
+
+    A run that is started again by the same command is not suspended at the same step again.
+
+    Raises:
+        ValueError: the run does not come to that step.
+    """
+    if after is not None and after >= steps:
+        raise ValueError(
+            f"--suspend-after {after} was given, but the run has {steps} steps: give at most "
+            f"{steps - 1}, or raise --steps"
+        )
+    done = 0 if saved is None else len(saved.losses)
+    return None if after is None or after <= done else after
 
 
 def _batches(
@@ -173,6 +195,7 @@ class Job:
             self.trainer.optimizer.load_state_dict(saved.optimizer)
         self.batches = batches
         self.course = Course([] if saved is None else saved.losses, batches.state_dict())
+        stop.steps_done = lambda: len(self.course.losses)
         self.outcome = Outcome(
             settings=settings,
             losses=self.course.losses,

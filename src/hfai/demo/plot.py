@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from hfai.demo.atomic import replacing
+from hfai.atomic import replacing
 
 
 def draw_losses(path: Path, losses: Sequence[float], unigram: float, title: str) -> None:

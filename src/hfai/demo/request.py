@@ -26,6 +26,7 @@ class Request:
         out: the directory of all files written.
         nprocs: processes that train together on this machine.
         resume: go on with the run whose resume file is in `out`.
+        suspend_after: the step after which the run asks itself to suspend, or None.
         json: print the figures as JSON on standard output, all else on standard error.
         command: as the user would type it again.
     """
@@ -35,5 +36,6 @@ class Request:
     out: Path
     nprocs: int
     resume: bool
+    suspend_after: int | None
     json: bool
     command: str

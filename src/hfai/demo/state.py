@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hfai.demo.atomic import replacing
+from hfai.atomic import replacing
 from hfai.demo.settings import Settings
 
 FILE_NAME = "resume.pt"

@@ -22,6 +22,7 @@ from torch import distributed as dist
 
 import hfreduce
 from haiscale.ddp import DistributedDataParallel
+from hfai.client import ignore_in_worker
 from hfai.demo.batches import Batch, Batches
 from hfai.multiprocessing import spawn
 
@@ -193,7 +194,9 @@ def _help(
     from hfai.demo.train import Course, DivergenceError, Trainer, train
     from hfai.nn import to_hfai
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: rank 0 decides
+    # Ctrl-C reaches all, and so may what a cluster engine sends: rank 0 decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_in_worker()
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     team = Team(index + 1, size, store)
     device = device_of(kind, team.rank)

@@ -1,6 +1,7 @@
 """torch.multiprocessing.spawn with each process near its GPU.
 
 Processes are started anew, not forked: neither CUDA nor hfreduce's shared memory survives a fork.
+A request to suspend goes through to them, and so does their answer.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessExitedException
 
+from hfai.client import EXIT_SUSPENDED
 from hfai.multiprocessing import numa
+from hfai.multiprocessing.forward import Forwarding
 
 
 def spawn(
@@ -31,7 +35,8 @@ def spawn(
         nprocs: The number of processes; None: the number of GPUs.
         bind_numa: Run each process on the processors near its GPU. A machine with one NUMA node has
             nothing to choose.
-        join: Wait for all; the first that fails ends the others.
+        join: Wait for all; the first that fails ends the others. SIGTERM and SIGUSR1 are passed
+            on to them meanwhile.
         daemon: Processes end with this one.
 
     Returns:
@@ -42,6 +47,7 @@ def spawn(
         RuntimeError: torchrun started this process, and others on this machine.
         torch.multiprocessing.ProcessRaisedException: A process raised; with its traceback.
         torch.multiprocessing.ProcessExitedException: A process was killed, or left.
+        SystemExit: With the code 75: a process has left through `hfai.client.go_suspend`.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ:
         raise RuntimeError(
@@ -56,7 +62,20 @@ def spawn(
         raise ValueError(f"nprocs={nprocs}: at least one process is needed")
     start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
     bound = numa.here(nprocs) if bind_numa else None
-    return start(_Start(fn, nprocs, bound), args, nprocs=nprocs, join=join, daemon=daemon)
+    begin = _Start(fn, nprocs, bound)
+    if not join:
+        return start(begin, args, nprocs=nprocs, join=False, daemon=daemon)
+    with Forwarding() as forwarding:
+        context = start(begin, args, nprocs=nprocs, join=False, daemon=daemon)
+        forwarding.to(context.pids())
+        try:
+            while not context.join():
+                pass
+        except ProcessExitedException as error:
+            if error.exit_code != EXIT_SUSPENDED:
+                raise
+            raise SystemExit(EXIT_SUSPENDED) from None
+    return None
 
 
 class _Start:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfai.demo.atomic import replacing
+from hfai.atomic import replacing
 
 
 def test_a_new_file_is_whole_and_alone(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""What can be wrong with a checkpoint, each kind an exception of its own."""
+
+from __future__ import annotations
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the base of all errors here."""
+
+
+class DamagedCheckpointError(CheckpointError, ValueError):
+    """Bytes of a checkpoint are not those that were written.
+
+    Attributes:
+        path: The file.
+        tensor: Whose bytes they are; "" where they belong to none.
+        offset: The first byte of the damaged chunk in the file; -1 where that is not known.
+    """
+
+    def __init__(self, message: str, *, path: str, tensor: str = "", offset: int = -1) -> None:
+        super().__init__(message)
+        self.path, self.tensor, self.offset = path, tensor, offset
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _damaged, (str(self), self.path, self.tensor, self.offset)
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or one that was never finished."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """A checkpoint holds other names, shapes or types than what it is to be loaded into."""
+
+
+def _damaged(message: str, path: str, tensor: str, offset: int) -> DamagedCheckpointError:
+    return DamagedCheckpointError(message, path=path, tensor=tensor, offset=offset)

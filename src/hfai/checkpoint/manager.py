@@ -1,0 +1,345 @@
+"""A directory of checkpoints: when to save, which to keep, which to go on from.
+
+    manager = CheckpointManager("runs/a", every=1000, keep=3)
+    start = manager.resume(model, optimizer)
+    for step in range(start.step if start else 0, steps):
+        ...
+        if manager.should_save(step + 1):
+            manager.save(step + 1, model, optimizer)
+    manager.close()
+
+A checkpoint's name has its step: step-00001200. Every call is made by all ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import distributed as dist
+
+from hfai.checkpoint import api, state
+from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from hfai.checkpoint.handle import SaveHandle
+from hfai.checkpoint.loading import Loaded, load_into
+from hfai.checkpoint.peers import TIMEOUT, Peers
+from hfai.checkpoint.retention import step_name, step_of, to_remove
+from hfai.checkpoint.saver import Saver
+from hfai.checkpoint.schedule import Schedule, Watch
+from hfai.checkpoint.staging import HostPool
+from hfai.checkpoint.storage import PathLike, locate
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ffrecord import StoreOptions
+
+
+class CheckpointManager:
+    """Saves of one training, in one directory.
+
+    Args:
+        directory: A path or URL; it is made by the first save.
+        every: Steps between two saves; None: `minutes` alone, or only when `save` is called.
+        minutes: Minutes between two saves; rank 0's clock counts.
+        keep: How many checkpoints stay; older ones are removed when a new one is there. None: all.
+        keep_every: Checkpoints of steps that this divides are never removed.
+        asynchronous: Save while training goes on.
+        busy: What a save does while another one is being written: "wait" for it, or "skip".
+        host_budget: Bytes of staging buffers in each rank, for asynchronous saves.
+        group: Whose ranks save; None: the default group.
+        threads: That hash and move data, in each rank; None: up to 4.
+        storage: For object stores.
+        timeout: Seconds that a rank waits for the others.
+
+    Raises:
+        ValueError: An argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        *,
+        every: int | None = None,
+        minutes: float | None = None,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        busy: str = "wait",
+        host_budget: int = api.HOST_BUDGET,
+        group: dist.ProcessGroup | None = None,
+        threads: int | None = None,
+        storage: StoreOptions | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        for name, value in (("every", every), ("keep", keep), ("keep_every", keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}: give a whole number, 1 or more, or None")
+        if busy not in ("wait", "skip"):
+            raise ValueError(f"busy is {busy!r}: give 'wait' or 'skip'")
+        self._location = locate(directory, storage)
+        self._keep, self._keep_every = keep, keep_every
+        self._asynchronous, self._busy = asynchronous, busy
+        self._threads = threads or api.default_threads()
+        self._peers = Peers(group, timeout)
+        self._saver = Saver(self._peers, self._threads)
+        self._schedule = Schedule(self._peers, every, minutes)
+        self._watch = Watch(self._peers)
+        self._pool = HostPool(host_budget)
+        self._handle: SaveHandle | None = None
+        self._last: int | None = None
+        self._resumes = 0
+        self._closed = False
+
+    @property
+    def directory(self) -> str:
+        """Where the checkpoints are."""
+        return self._location.path
+
+    def should_save(self, step: int) -> bool:
+        """Whether a checkpoint of this step is due; called at every step boundary, by all ranks.
+
+        Raises:
+            CheckpointError: The save before failed; on all ranks at the same boundary.
+        """
+        self._raise_failure()
+        return self._schedule.is_due(step) and step != self._last
+
+    def save(
+        self,
+        step: int,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        others: Mapping[str, Any] | None = None,
+        *,
+        scaler: Any = None,
+        epoch: int | None = None,
+        per_rank: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        asynchronous: bool | None = None,
+    ) -> SaveHandle | None:
+        """Save a step.
+
+        Arguments beyond these are as for `hfai.checkpoint.save`.
+
+        Args:
+            step: Of the training: that many steps are done.
+            model: …
+            optimizer: …
+            scheduler: …
+            others: …
+            scaler: …
+            epoch: …
+            per_rank: …
+            rng: …
+            asynchronous: In place of the manager's own choice.
+
+        Returns:
+            The handle of a save that goes on; None where it is done, or was skipped because another
+            one is being written.
+
+        Raises:
+            CheckpointError: This save, or the one before, failed on some rank.
+            ValueError: The step is no whole number from 0 on, or the manager is closed.
+        """
+        if self._closed:
+            raise ValueError("the manager is closed: make a new one")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step is {step!r}: give the number of steps done, an int from 0 on")
+        if self._handle is not None and not self._make_room():
+            return None
+        if self._peers.rank == 0:
+            self._location.sweep()
+
+        def take() -> state.Captured:
+            return state.capture(
+                model, optimizer, scheduler, scaler, others, per_rank, rng, self._peers.rank
+            )
+
+        location = self._location.child(step_name(step))
+        self._saver.after_commit = lambda: self._prune(step)
+        in_background = self._asynchronous if asynchronous is None else asynchronous
+        if in_background:
+            handle = api.begin(self._saver, location, take, step, epoch, self._pool, optimizer)
+            self._handle = handle
+            self._watch.begin(handle)
+        else:
+            self._saver.save(location, take, step, epoch)
+        self._last = step
+        self._schedule.saved(step)
+        return self._handle if in_background else None
+
+    def wait(self) -> None:
+        """Wait for the save that is being written.
+
+        Raises:
+            CheckpointError: It failed, on this rank or another.
+        """
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._watch.end()
+            handle.wait()
+
+    def latest(self) -> str | None:
+        """Return the path of the newest checkpoint; None where there is none."""
+        steps = self.steps()
+        return self._location.child(step_name(steps[-1])).path if steps else None
+
+    def steps(self) -> list[int]:
+        """Return the steps that there are checkpoints of, in order."""
+        found = (step_of(name) for name in self._location.children())
+        return sorted(step for step in found if step is not None)
+
+    def resume(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        scaler: Any = None,
+        strict: bool = True,
+        cast: bool = False,
+        rng: bool = True,
+        fallback: bool = True,
+        step: int | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Loaded | None:
+        """Load the newest checkpoint that is whole; all ranks load the same.
+
+        A damaged one is left out with a warning that says which file and which tensor.
+
+        Args:
+            model: As for `hfai.checkpoint.load_into`, and so are the next seven.
+            optimizer: …
+            scheduler: …
+            scaler: …
+            strict: …
+            cast: …
+            rng: Restore the random number generators too.
+            fallback: Go on to earlier checkpoints; False: raise.
+            step: Of the checkpoint; None: the newest.
+            progress: …
+
+        Returns:
+            What was loaded; None where there is no checkpoint.
+
+        Raises:
+            DamagedCheckpointError: There are checkpoints, and all are damaged.
+            StateMismatchError: Names, shapes or types differ.
+            NoCheckpointError: There is none of this step.
+            CheckpointError: Another rank could not load.
+        """
+        self._resumes += 1
+        steps = self._agree_on_steps(step)
+        last: Exception | None = None
+        for number, one in enumerate(reversed(steps)):
+            location = self._location.child(step_name(one))
+            loaded, error = None, None
+            try:
+                loaded = load_into(
+                    location, model, optimizer, scheduler, scaler=scaler, strict=strict,
+                    cast=cast, rng=rng, threads=self._threads, rank=self._peers.rank,
+                    progress=progress,
+                )  # fmt: skip
+            except Exception as caught:
+                error = caught
+            failure = self._worst(f"resume/{self._resumes}/{number}", error)
+            if failure is None:
+                self._last = one
+                self._schedule.saved(one)
+                return loaded
+            if error is not None and not _is_damage(error):
+                raise error
+            kind, text = failure
+            if kind != "damage":
+                raise CheckpointError(f"resuming from {location.path} failed on {text}")
+            last = error or CheckpointError(text)
+            if not fallback:
+                raise last
+            if self._peers.rank == 0 or error is not None:
+                warnings.warn(
+                    f"{location.path} is not used, because it is damaged: {text}", stacklevel=2
+                )
+        if last is not None:
+            raise last
+        return None
+
+    def close(self) -> None:
+        """Wait for what is being written, and free the buffers.
+
+        Raises:
+            CheckpointError: It failed, on this rank or another.
+        """
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._pool.trim()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if kind is None:
+                raise
+
+    def _make_room(self) -> bool:
+        """Wait for the save before, or say that this one is skipped; all ranks do the same."""
+        if self._busy == "skip" and not self._watch.has_ended():
+            return False
+        self.wait()
+        return True
+
+    def _raise_failure(self) -> None:
+        if self._handle is not None and self._watch.has_ended():
+            self.wait()
+
+    def _prune(self, newest: int) -> None:
+        """Remove what is not kept; rank 0 does, behind a commit."""
+        if self._keep is None:
+            return
+        names = self._location.children()
+        for name in to_remove(names, self._keep, self._keep_every, newest):
+            self._location.child(name).remove()
+
+    def _agree_on_steps(self, step: int | None) -> list[int]:
+        """Return the steps to try, as rank 0 sees them."""
+        key = f"resume/{self._resumes}/steps"
+        if self._peers.rank == 0:
+            found = self.steps()
+            self._peers.set(key, ",".join(map(str, found)).encode())
+        else:
+            text = self._peers.wait([key], "resume")[0].decode()
+            found = [int(one) for one in text.split(",") if one]
+        if step is None:
+            return found
+        if step not in found:
+            raise NoCheckpointError(
+                f"{self.directory} has no checkpoint of step {step}: there are "
+                f"{', '.join(map(str, found)) or 'none'}"
+            )
+        return [one for one in found if one <= step]
+
+    def _worst(self, key: str, error: Exception | None) -> tuple[str, str] | None:
+        """Tell the others how loading went; return the first failure, its kind and text."""
+        peers = self._peers
+        said = b""
+        if error is not None:
+            kind = "damage" if _is_damage(error) else "other"
+            said = f"{kind} rank {peers.rank}: {error}".encode()
+        peers.set(f"{key}/{peers.rank}", said)
+        found = peers.wait([f"{key}/{rank}" for rank in range(peers.world)], "resume")
+        failures = sorted((text.decode() for text in found if text), reverse=True)
+        if not failures:
+            return None
+        kind, _, text = failures[0].partition(" ")
+        return kind, text
+
+
+def _is_damage(error: Exception) -> bool:
+    return isinstance(error, (DamagedCheckpointError, NoCheckpointError, OSError))

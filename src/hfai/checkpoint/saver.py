@@ -1,0 +1,414 @@
+"""One save after another of the same training, by all of its ranks.
+
+    each rank: state -> parts -> what it writes (plan) -> its shard file, flushed -> its index
+    rank 0:    when every rank has said so: state.json, COMMIT, one rename
+    each rank: learns from rank 0 whether the checkpoint is there
+
+Ranks tell each other through keys of the group's store (see peers.py):
+
+    token            rank 0's, once: what the generations of these saves begin with
+    N/names/RANK     of save N: the digest of the rank's names, types and shapes, and whether they
+                     are those of its save before; only a rank where they are not waits for others
+    N/list/RANK      the names themselves; written and read only where digests differ
+    N/done/RANK      size of its shard, size and hash of its index; or its error
+    N/outcome        rank 0's: "" or the error
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import hfai
+from hfai.checkpoint import shard, write
+from hfai.checkpoint.errors import CheckpointError, StateMismatchError
+from hfai.checkpoint.format import (
+    FORMAT,
+    STATE,
+    VERSION,
+    Commit,
+    Index,
+    Layout,
+    digest,
+    index_name,
+    lay_out,
+    shard_name,
+)
+from hfai.checkpoint.handle import SaveHandle
+from hfai.checkpoint.parts import Part, find_aliases, need_stored, part_of
+from hfai.checkpoint.peers import Peers
+from hfai.checkpoint.plan import Planned, plan
+from hfai.checkpoint.staging import HostPool
+from hfai.checkpoint.state import Captured
+from hfai.checkpoint.storage import Location, Writer
+
+# Gives the state that is to be saved.
+Take = Callable[[], Captured]
+_FAILED = "the save failed on "
+_PRIVATE = "rank/"  # begins the names of tensors that belong to one rank
+
+
+class Prepared(NamedTuple):
+    """All that a rank needs to write its part of a checkpoint."""
+
+    number: int
+    rank: int
+    generation: str
+    writer: Writer
+    location: Location
+    layout: Layout
+    contents: shard.Contents
+    captured: Captured
+    aliases: Mapping[str, str]
+    alike: bool
+    step: int | None
+    epoch: int | None
+
+
+class Saver:
+    """Saves of one training.
+
+    All ranks of the group must make it, and save, in the same order.
+
+    Args:
+        peers: The ranks.
+        threads: That hash and write, in each rank.
+
+    Attributes:
+        after_commit: Called on rank 0 when a checkpoint is there.
+    """
+
+    def __init__(self, peers: Peers, threads: int) -> None:
+        if threads < 1:
+            raise ValueError(f"threads is {threads}: give 1 or more")
+        self.peers, self.threads = peers, threads
+        self._number = 0
+        self._token = ""
+        self._signature: Any = None
+        self._planned: list[Planned] = []
+        self._alike = True
+        self._known: dict[str, list[Any]] = {}
+        self._running: SaveHandle | None = None
+        self.after_commit: Callable[[], None] = lambda: None
+
+    def save(self, location: Location, take: Take, step: int | None, epoch: int | None) -> None:
+        """Write a checkpoint; return when it is there.
+
+        Args:
+            location: Where.
+            take: Gives the state; if it raises, the save fails on all ranks.
+            step: Of the training.
+            epoch: Of the training.
+
+        Raises:
+            CheckpointError: It could not be written, on this rank or another.
+        """
+        prepared = self._prepare(location, take, step, epoch)
+        self._complete(prepared, lambda: write.directly(prepared, self.threads))
+
+    def save_async(
+        self,
+        location: Location,
+        take: Take,
+        step: int | None,
+        epoch: int | None,
+        pool: HostPool,
+    ) -> SaveHandle:
+        """Begin to write a checkpoint; return the handle, perhaps before the state is copied."""
+        prepared = self._prepare(location, take, step, epoch)
+        handle = SaveHandle(location.path)
+        staging = write.Staging(prepared, self.threads, pool, handle)
+
+        held = self.peers.hold()
+
+        def run() -> None:
+            nonlocal held
+            error: BaseException | None = None
+            try:
+                self._complete(prepared, staging.run)
+            except BaseException as caught:
+                error = caught
+            held = None
+            handle._end(error)
+
+        self._running = handle
+        # No daemon: a script that ends waits for it.
+        handle._thread = threading.Thread(target=run, name="hfai-checkpoint")
+        handle._thread.start()
+        return handle
+
+    def _prepare(
+        self, location: Location, take: Take, step: int | None, epoch: int | None
+    ) -> Prepared:
+        """Decide what this rank writes, when a save that is running has ended."""
+        for name, value in (("step", step), ("epoch", epoch)):
+            if value is not None and type(value) is not int:
+                raise TypeError(f"{name} is {value!r}: give an int, or None")
+        if self._running is not None:
+            self._running._done.wait()
+            self._running._unguard()
+            self._running = None
+        self._number += 1
+        number = self._number
+        generation = f"{self._agree_on_token()}{number:06x}"
+        try:
+            captured = take()
+            for name, tensor in captured.tensors.items():
+                need_stored(name, tensor)
+            aliases = find_aliases(captured.tensors)
+            names = [name for name in captured.tensors if name not in aliases]
+            parts = [part_of(name, captured.tensors[name]) for name in names]
+            held = [part for part in parts if part is not None]
+            planned = self._plan(number, held, captured)
+            layout = lay_out((p.slice for p in planned), generation, self.peers.rank)
+            contents = shard.Contents(layout, _in_order(layout, planned, held))
+            writer = location.writer(generation)
+        except BaseException as error:
+            self._report_failure(number, error)
+            raise
+        return Prepared(
+            number, self.peers.rank, generation, writer, location, layout, contents, captured,
+            aliases, self._alike, step, epoch,
+        )  # fmt: skip
+
+    def _agree_on_token(self) -> str:
+        if not self._token:
+            if self.peers.rank == 0:
+                self._token = secrets.token_hex(5)
+                self.peers.set("token", self._token.encode())
+            else:
+                self._token = self.peers.wait(["token"], "the first save")[0].decode()
+        return self._token
+
+    def _plan(self, number: int, parts: list[Part], captured: Captured) -> list[Planned]:
+        """Return what this rank writes; only where names or shapes have changed ask the others."""
+        signature = [part._replace(local=None) for part in parts]  # type: ignore[arg-type]
+        same = signature == self._signature
+        shared = [_description(p) for p in parts if not p.name.startswith(_PRIVATE)]
+        text = "" if same else json.dumps(shared)
+        if self.peers.world > 1:
+            said = f"{number}/names/{self.peers.rank}"
+            self.peers.set(said, b"same" if same else digest(text.encode()).encode())
+        if same:
+            return self._planned
+        holders = self._meet(number, text, parts)
+        if self._alike:
+            self._known = {name: [dtype, shape] for name, dtype, shape, _ in shared}
+        self._planned = plan(parts, holders, captured.primary)
+        self._signature = signature
+        return self._planned
+
+    def _meet(self, number: int, text: str, parts: list[Part]) -> Any:
+        """Learn which ranks hold which plain tensors."""
+        world, rank = self.peers.world, self.peers.rank
+        if world == 1:
+            return lambda name: (1, 0, "")
+        keys = [f"{number}/names/{peer}" for peer in range(world)]
+        found = self.peers.wait(keys, f"save {number}")
+        for peer, text_of in enumerate(found):
+            if text_of == b"failed":
+                self.peers.wait([f"{number}/done/{peer}"], "fail", _raise_error)
+        if b"same" in found:
+            raise StateMismatchError(
+                f"names or shapes changed on rank {rank} since the save before, and not on rank "
+                f"{found.index(b'same')}: change them on all ranks between the same two saves"
+            )
+        self._alike = all(one == found[0] for one in found)
+        if self._alike:
+            return lambda name: (1, 0, "") if name.startswith(_PRIVATE) else (world, rank, "all")
+        self.peers.set(f"{number}/list/{rank}", text.encode())
+        lists = self.peers.wait([f"{number}/list/{peer}" for peer in range(world)], "the save")
+        rows = [json.loads(one) for one in lists]
+        self._known = {name: [dtype, shape] for each in rows for name, dtype, shape, _ in each}
+        return _holders(rank, rows)
+
+    def _complete(self, prepared: Prepared, write_shard: Any) -> None:
+        """Write this rank's files, and let rank 0 commit; the same outcome on all ranks."""
+        peers, number = self.peers, prepared.number
+        try:
+            try:
+                write_shard()
+                report = self._write_index(prepared)
+                peers.set(f"{number}/done/{peers.rank}", json.dumps(report).encode())
+                if peers.rank == 0:
+                    self._commit(prepared)
+                    peers.set(f"{number}/outcome", b"")
+                else:
+                    outcome = peers.wait([f"{number}/outcome"], f"commit {prepared.location.path}")
+                    if outcome[0]:
+                        raise CheckpointError(outcome[0].decode())
+            except BaseException as error:
+                self._report_failure(number, error)
+                told = self._told(number, prepared.location.path, error)
+                prepared.writer.abort()
+                if told:
+                    raise CheckpointError(told) from error
+                raise
+            prepared.writer.leave()
+        finally:
+            self._forget(number)
+
+    def _write_index(self, prepared: Prepared) -> dict[str, Any]:
+        rank, layout = self.peers.rank, prepared.layout
+        own: dict[str, Any] = dict(prepared.captured.own)
+        if not prepared.alike:
+            own["values"] = prepared.captured.values
+        name_of = prepared.location.name_of
+        file = name_of(shard_name(rank), prepared.generation) if layout.slices else ""
+        index = Index(
+            prepared.generation,
+            rank,
+            file,
+            layout.size if file else 0,
+            len(layout.header) if file else 0,
+            digest(layout.header) if file else "",
+            prepared.contents.slices(),
+            prepared.aliases,
+            own,
+        )
+        data = index.encode()
+        prepared.writer.put(name_of(index_name(rank), prepared.generation), data)
+        return {"shard": index.size, "index": [len(data), digest(data)]}
+
+    def _commit(self, prepared: Prepared) -> None:
+        """Wait for all ranks, then make the checkpoint appear."""
+        peers, generation, writer = self.peers, prepared.generation, prepared.writer
+        keys = [f"{prepared.number}/done/{rank}" for rank in range(peers.world)]
+        reports = [json.loads(text) for text in peers.wait(keys, "finish the save", _raise_error)]
+
+        def name_of(name: str) -> str:
+            return prepared.location.name_of(name, generation)
+
+        state = {
+            "format": FORMAT,
+            "version": VERSION,
+            "generation": generation,
+            "complete": prepared.alike,
+            "tensors": self._known,
+            "aliases": dict(prepared.aliases),
+            "values": prepared.captured.values,
+        }
+        data = json.dumps(state, separators=(",", ":"), allow_nan=False).encode()
+        writer.put(name_of(STATE), data)
+        files: dict[str, tuple[int, str]] = {name_of(STATE): (len(data), digest(data))}
+        for rank, report in enumerate(reports):
+            size, found = report["index"]
+            files[name_of(index_name(rank))] = (size, found)
+            if report["shard"]:
+                files[name_of(shard_name(rank))] = (report["shard"], "")
+        for name, (size, _) in files.items():
+            _need_size(writer, name, size)
+        record = Commit(
+            generation,
+            peers.world,
+            files,
+            datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            prepared.step,
+            prepared.epoch,
+            {"hfai": hfai.__version__, "torch": str(torch.__version__)},
+        )
+        writer.commit(record.encode())
+        try:
+            self.after_commit()
+        except OSError as error:
+            warnings.warn(f"older checkpoints could not be removed: {error}", stacklevel=2)
+
+    def _told(self, number: int, path: str, error: BaseException) -> str:
+        """Wait until rank 0 knows of a failure, before its files are taken away under its hands.
+
+        Returns:
+            The failure, where it was another rank's: this one's may only be what came of it.
+        """
+        if self.peers.rank == 0 or not isinstance(error, Exception):
+            return ""
+        if isinstance(error, CheckpointError):  # it has waited already
+            return ""
+        try:
+            outcome = self.peers.wait([f"{number}/outcome"], f"commit {path}")[0].decode()
+        except CheckpointError:
+            return ""
+        return "" if outcome.startswith(f"{_FAILED}rank {self.peers.rank}:") else outcome
+
+    def _report_failure(self, number: int, error: BaseException) -> None:
+        """Tell the other ranks, as far as that can still be done."""
+        text = f"{_FAILED}rank {self.peers.rank}: {type(error).__name__}: {error}"
+        if str(error).startswith(_FAILED):
+            text = str(error)
+        try:
+            self._signature = None  # so that all ranks tell each other all names again
+            if self.peers.world > 1:
+                said = f"{number}/names/{self.peers.rank}"
+                if not self.peers.has(said):
+                    self.peers.set(said, b"failed")
+                self.peers.set(
+                    f"{number}/done/{self.peers.rank}", json.dumps({"error": text}).encode()
+                )
+            if self.peers.rank == 0:
+                self.peers.set(f"{number}/outcome", text.encode())
+        except CheckpointError:
+            pass  # the others will run into their timeout
+
+    def _forget(self, number: int) -> None:
+        """Remove this rank's keys of the save before: by now everyone has read them."""
+        for key in ("names", "list", "done"):
+            self.peers.forget(f"{number - 1}/{key}/{self.peers.rank}")
+        if self.peers.rank == 0:
+            self.peers.forget(f"{number - 1}/outcome")
+
+
+def _in_order(layout: Layout, planned: Sequence[Planned], parts: Sequence[Part]) -> list[Tensor]:
+    """Return the values of a layout's slices."""
+    found = {(p.slice.name, p.slice.offsets): shard.local_of(p, parts) for p in planned}
+    return [found[piece.name, piece.offsets] for piece in layout.slices]
+
+
+def _description(part: Part) -> list[Any]:
+    return [part.name, part.dtype, part.shape, part.replicas is None]
+
+
+def _holders(rank: int, lists: Sequence[Sequence[Any]]) -> Any:
+    """Return, for each plain tensor, how many ranks hold it, this one's place, and who they are."""
+    known: dict[str, tuple[list[int], Any]] = {}
+    for peer, rows in enumerate(lists):
+        for name, dtype, shape, plain in rows:
+            ranks, first = known.setdefault(name, ([], (dtype, shape, plain)))
+            if first != (dtype, shape, plain):
+                raise StateMismatchError(
+                    f"{name} is {first[0]} of {tuple(first[1])} on rank {ranks[0]}, and {dtype} of "
+                    f"{tuple(shape)} on rank {peer}: give different tensors different names"
+                )
+            ranks.append(peer)
+
+    def holders(name: str) -> tuple[int, int, str]:
+        if name.startswith(_PRIVATE):
+            return 1, 0, ""
+        ranks = known[name][0]
+        return len(ranks), ranks.index(rank), str(ranks)
+
+    return holders
+
+
+def _raise_error(key: str, text: bytes) -> None:
+    found = json.loads(text)
+    if "error" in found:
+        raise CheckpointError(found["error"])
+
+
+def _need_size(writer: Writer, name: str, size: int) -> None:
+    try:
+        found = writer.size(name)
+    except OSError as error:
+        raise CheckpointError(
+            f"rank 0 does not see {name} ({error.strerror or error}): all ranks must write to one "
+            "file system"
+        ) from None
+    if found != size:
+        raise CheckpointError(f"{name} has {found} bytes, and {size} were written to it")

@@ -1,0 +1,147 @@
+"""What a place for checkpoints must be able to do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+
+class Sink(ABC):
+    """A file that is being written."""
+
+    @abstractmethod
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Write at a byte; from several threads at once where the location is not `ordered`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make what was written last, whatever happens to the machine."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Let go of the file without caring for its content. Raises nothing."""
+
+
+class File(ABC):
+    """A file that is read; from several threads at once.
+
+    Attributes:
+        size: Its bytes.
+    """
+
+    size: int
+
+    @abstractmethod
+    def read_into(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill memory from a byte on.
+
+        Raises:
+            EOFError: The file ends before.
+            OSError: It cannot be read.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Writer(ABC):
+    """A checkpoint that one save writes, from one or several processes.
+
+    Each process has its own object of the same generation. Nothing is to be seen under the
+    location's name before `commit`.
+    """
+
+    @abstractmethod
+    def create(self, name: str, size: int) -> Sink:
+        """Begin a file of this many bytes."""
+
+    @abstractmethod
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, to last."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Return the bytes of a file that any of the processes has written.
+
+        Raises:
+            OSError: It is not there.
+        """
+
+    @abstractmethod
+    def commit(self, record: bytes) -> None:
+        """Let the checkpoint appear, in one step, in place of what was there before."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove what this save has written. Raises nothing."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let go of what this process holds; another one commits or aborts."""
+
+
+class Location(ABC):
+    """A checkpoint's place, or that of a directory of them.
+
+    Attributes:
+        ordered: Whether a sink must be written from its beginning to its end by one thread.
+        path: As it was named.
+    """
+
+    ordered: bool = False
+    path: str
+
+    @abstractmethod
+    def writer(self, generation: str) -> Writer:
+        """Begin to write a checkpoint here."""
+
+    @abstractmethod
+    def name_of(self, name: str, generation: str) -> str:
+        """Return what a file of a checkpoint is called here."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return a small file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            OSError: It cannot be read.
+        """
+
+    @abstractmethod
+    def open(self, name: str) -> File:
+        """Open a file.
+
+        Raises:
+            FileNotFoundError: There is none.
+            OSError: It cannot be read.
+        """
+
+    @abstractmethod
+    def is_committed(self) -> bool:
+        """Whether a checkpoint is here."""
+
+    @abstractmethod
+    def files(self) -> dict[str, int]:
+        """Return names and sizes of all files here, committed or not."""
+
+    @abstractmethod
+    def children(self) -> list[str]:
+        """Return the names of the checkpoints in this directory; empty where there is none."""
+
+    @abstractmethod
+    def child(self, name: str) -> Location:
+        """Return a place in this directory."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove the checkpoint; if that is interrupted, none is left to be seen."""
+
+    @abstractmethod
+    def sweep(self) -> list[str]:
+        """Remove what dead writers left in this directory; return the names."""

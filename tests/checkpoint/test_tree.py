@@ -1,0 +1,86 @@
+"""Values that are no tensors come back as they were, and what cannot is refused by its name."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hfai import checkpoint
+from hfai.checkpoint import tree
+
+_leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+    | st.complex_numbers()
+)  # fmt: skip
+_keys = st.text() | st.integers() | st.tuples(st.integers(), st.text())
+_values = st.recursive(
+    _leaves,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(_keys, inner),
+    max_leaves=12,
+)
+
+
+@given(_values)
+@settings(max_examples=60, deadline=None)
+def test_nested_values_come_back_with_their_types(value: Any) -> None:
+    import json
+
+    text = json.dumps(tree.encode(value, "v", {}), allow_nan=False)
+    found = tree.decode(json.loads(text), lambda name: torch.empty(0))
+    assert repr(found) == repr(value)
+
+
+def test_arrays_scalars_types_and_tensors_come_back(tmp_path: Path) -> None:
+    others = {
+        "array": np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
+        "scalar": np.float32(0.1),
+        "integer": np.int64(-3),
+        "type": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "set": {1, 2},
+        "python": random.getstate(),
+        "ordered": OrderedDict(a=1),
+        "tensors": [torch.arange(3), {"deep": torch.ones(2)}],
+        "$odd": {"$tensor": "not one"},
+        "infinite": [math.inf, -math.inf],
+    }
+    checkpoint.save(tmp_path / "a", None, others=others, rng=False)
+    found = checkpoint.load(tmp_path / "a")
+    assert np.array_equal(found.pop("array"), others.pop("array"))
+    (first, second), (one, two) = found.pop("tensors"), others.pop("tensors")  # type: ignore[misc]
+    assert torch.equal(first, one)
+    assert torch.equal(second["deep"], two["deep"])
+    assert found == others
+    assert type(found["scalar"]) is np.float32
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize("value", [Thing(), lambda: 0, Path("/x"), np.array(["a"]), object])
+def test_an_object_is_refused_with_the_way_to_it(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="others/loader/1 is a"):
+        checkpoint.save(tmp_path / "a", None, others={"loader": [0, value]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="contains itself"):
+        checkpoint.save(tmp_path / "a", None, others={"loop": loop})
+
+
+def test_reserved_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'optimizer', which is the checkpoint's own"):
+        checkpoint.save(tmp_path / "a", None, others={"optimizer": 1})
