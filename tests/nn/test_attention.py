@@ -31,6 +31,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send CPU tensors the way of CUDA ones."""
     monkeypatch.setattr(call, "also_on_cpu", True)
     monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 0)
+    monkeypatch.setattr(dispatch, "INSTEAD_OF_ONE_OPERATOR", True)
 
 
 def pair(*arguments: Any, **keywords: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
@@ -454,6 +455,19 @@ def test_small_inputs_in_inference_are_torchs(fused: None, monkeypatch: pytest.M
     monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", B * L * E**2)
     with torch.no_grad():
         assert is_covered(ours, x, x, x)
+
+
+def test_torchs_one_operator_for_evaluation_is_left_alone(
+    fused: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "INSTEAD_OF_ONE_OPERATOR", False)
+    torchs, ours = (module.eval() for module in pair(E, H, batch_first=True))
+    x, key = torch.randn(B, L, E), torch.randn(B, S, E)
+    assert is_covered(ours, x, x, x)
+    with torch.no_grad():
+        assert not is_covered(ours, x, x, x)
+        assert_same_bits(list(ours(x, x, x)), list(torchs(x, x, x)))
+        assert is_covered(ours, x, key, key)  # which torch makes of several operators
 
 
 def test_a_checkpoint_with_dropout_draws_the_same_without_gradients_and_with(

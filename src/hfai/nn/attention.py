@@ -77,5 +77,5 @@ class MultiheadAttention(nn.MultiheadAttention):
         return Path(
             "hfai",
             "fused attention on the input product, averaged weights on the side; torch's for "
-            f"{longer}, and for small inputs without gradients",
+            f"{longer}, and mostly for calls without gradients",
         )

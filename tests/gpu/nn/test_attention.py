@@ -28,6 +28,7 @@ NOISE = {FP32: 1e-6, FP16: 5e-4, BF16: 4e-3}
 
 LIMITS = {
     "LEAST_WORK_IN_INFERENCE": (dispatch.LEAST_WORK_IN_INFERENCE, 0),
+    "INSTEAD_OF_ONE_OPERATOR": (dispatch.INSTEAD_OF_ONE_OPERATOR, True),
     "LONGEST": (dispatch.LONGEST, 1 << 20),
     "WITHOUT_TF32": (dispatch.WITHOUT_TF32, True),
 }

@@ -139,6 +139,8 @@ def _batched(
     inference = not module.training and _is_torchs_inference(
         module, q, k, v, key_padding_mask, attn_mask, module.batch_first and not as_one
     )
+    if inference and not dispatch.INSTEAD_OF_ONE_OPERATOR:
+        return None
     nan_rows = masked and (options.need_weights or inference)
     layout = Layout(module.num_heads, batch_first)
     products = project(module, q, k, v)

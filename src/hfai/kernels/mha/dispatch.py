@@ -24,10 +24,12 @@ FLASH, EFFICIENT, CUDNN, ON_CPU, UNFUSED = Flash(), Efficient(), Cudnn(), OnCpu(
 _BACKENDS: dict[int, Core] = {1: FLASH, 2: EFFICIENT, 3: CUDNN}
 _THEN_OURS: dict[Core, Core] = {core: ThenOurs(core) for core in (FLASH, EFFICIENT, CUDNN)}
 MOST_HEAD_DIM = 128  # beyond it no kernel of ours reaches, and nothing has been timed
-# Multiply-adds of a product of E by E below which calls without gradients are torch's. That of the
-# smallest case in which ours was timed and faster, 200 sequences of 256 rows of 1024; at 2x16x256
-# torch's single operator took 0.54 to 0.74 times as long, for the host does less.
+# Multiply-adds of a product of E by E below which calls without gradients are torch's: those of the
+# smallest case in which ours was timed and faster, 200 sequences of 256 rows of 1024.
 LEAST_WORK_IN_INFERENCE = 200 * 256 * 1024**2
+# Whether calls in evaluation for which torch has one operator for the whole module run here. At
+# 2x16x256 that took 0.54 to 0.74 of our time, for the host does less; nothing larger was measured.
+INSTEAD_OF_ONE_OPERATOR = False
 # Queries or keys beyond which calls are torch's. Nothing longer has been timed, and on its one run
 # the memory-efficient core had wrong gradients there (see `cores.Efficient.backward`; mended, and
 # not run again on a GPU). All that follows knows no such limit: raise it once that has been run.
