@@ -166,8 +166,9 @@ class HierarchicalReducer:
         self.network = network
         self._worker = Worker(f"hfreduce-nodes-{rank}", self.local.abandon)
         self._carriers = [Worker(f"hfreduce-network-{rank}-{lane}") for lane in range(LANES)]
+        self._process = os.getpid()
         self._end = weakref.finalize(
-            self, _end, os.getpid(), self.local, self._network, self._worker, *self._carriers
+            self, _end, self._process, self.local, self._network, self._worker, *self._carriers
         )
 
     @classmethod
@@ -202,6 +203,11 @@ class HierarchicalReducer:
             TypeError: The type is not reduced; `hfreduce.dtypes.DTYPES` has those that are.
             PeerError: Another rank died, came too late, or called something else.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this HierarchicalReducer belongs to process {self._process}, which forked this "
+                f"one: make a new one here, or start processes with the method 'spawn'"
+            )
         dtypes.check(arguments.tensor(tensor).dtype, op)
         name = dtypes.op_name(op)
         assert name is not None

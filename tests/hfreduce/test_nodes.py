@@ -189,6 +189,11 @@ def refusals(rank: int, world: int, store: str) -> None:
     group = connected(rank, world, store, [0, 1])
     with pytest.raises(TypeError, match="complex64 cannot be reduced"):
         group.all_reduce(torch.ones(3, dtype=torch.complex64))
+    if (child := os.fork()) == 0:
+        with pytest.raises(RuntimeError, match="which forked this one"):
+            group.all_reduce(torch.ones(3))
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     group.barrier()
     group.close()
     with pytest.raises(RuntimeError, match="closed"):

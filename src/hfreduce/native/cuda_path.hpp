@@ -19,8 +19,9 @@
 // enqueued before it, here and on other ranks in the same order. So nothing blocks for ever even
 // where the driver maps both streams, or others, to one hardware queue.
 //
-// A call goes in as many chunks as keep both directions and the adders busy: about sixteen, of at
-// least half a MiB and at most a slot. Measured on an H200, a chunk costs 9 µs beside its bytes.
+// A call goes in as many chunks as keep both directions and the adders busy: about eight, of at least
+// half a MiB and at most a slot. Measured on H200s, a chunk costs 9 µs beside its bytes with one rank
+// and about 100 with two, which is not understood yet; sixteen chunks of 25 MiB were slower than eight.
 //
 // Where the driver has no such words, the host enqueues each copy when its turn has come, and asks
 // events. That is correct everywhere and slower.
@@ -208,7 +209,7 @@ class CudaPath {
   int64_t item(const Call &call) const {
     return static_cast<int64_t>(kItemBytes[static_cast<size_t>(call.dtype)]);
   }
-  static constexpr int64_t kLeastChunk = 512 << 10, kChunks = 16;
+  static constexpr int64_t kLeastChunk = 512 << 10, kChunks = 8;
   // Elements of a chunk: whole cache lines of any type.
   int64_t each(const Call &call) const {
     const int64_t share = (call.count * item(call) / kChunks + 4095) / 4096 * 4096;
@@ -554,9 +555,9 @@ class CudaPath {
   const int rank_, world_;
   const int64_t chunk_bytes_;
   const int process_ = getpid();
-  // Almost a millisecond of looking, where there are processors to spare: the next chunk or bucket is
-  // that near, and to be woken takes a virtual machine's thread as long as to add a chunk.
-  static constexpr int kLooks = 16000;
+  // Some 200 µs of looking, where there are processors to spare: the next chunk is that near. Looking
+  // four times as long went with slower calls on two H200s.
+  static constexpr int kLooks = 4000;
   int lanes_ = 1, looks_ = 0;
   bool flags_ = false, registered_ = false;
   CUcontext context_ = nullptr;

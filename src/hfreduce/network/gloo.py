@@ -63,8 +63,9 @@ class GlooNetwork(PointToPoint):
     def close(self) -> None:
         """See `Network`."""
         group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        # Old versions of torch hang up when nobody refers to the group.
+        if (abort := getattr(group, "abort", None)) is not None:
+            abort()
 
     def _start(self, node: int, call: Any, *arguments: Any) -> Any:
         try:
