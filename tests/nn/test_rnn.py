@@ -55,7 +55,7 @@ def build(request: pytest.FixtureRequest, flavour: str, device: torch.device) ->
 @pytest.fixture(autouse=True)
 def _ieee() -> Iterator[None]:
     """fp32 in fp32: TF32 has tests of its own."""
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
 
@@ -152,6 +152,21 @@ def test_the_kernels_path_is_taken_where_it_is_meant_to(
             assert made == ["forward", "forward", "backward", "backward"]
     else:
         assert "Layer" not in type(y.grad_fn.next_functions[0][0]).__name__.replace("RnnLayer", "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ours"), [(torch.float32, False), (torch.float16, True), (torch.bfloat16, True)]
+)
+def test_fp32_is_torchs_where_cudnn_is_switched_off(
+    kernels_on_cpu: list[str], dtype: torch.dtype, ours: bool
+) -> None:
+    layer = to_hfai(nn.GRU(5, 6)).to(dtype)
+    x = torch.randn(4, 3, 5, dtype=dtype)
+    with torch.backends.cudnn.flags(enabled=False):
+        layer(x)
+    assert kernels_on_cpu == (["forward"] if ours else [])
+    layer(x)
+    assert kernels_on_cpu == ["forward"] * (1 + ours)
 
 
 def test_padding_for_the_products_changes_nothing(

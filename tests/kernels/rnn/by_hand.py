@@ -139,7 +139,9 @@ def backward(
 
 @pytest.fixture
 def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let calls take the kernels' path that are too small to gain by it."""
+    """Let calls take the kernels' path that are too small to gain by it, or not checked."""
+    monkeypatch.setattr(dispatch, "UNCHECKED", frozenset())
+    monkeypatch.setattr(dispatch, "MOST_SEQUENCES", 1 << 16)
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))
     call._found.cache_clear()

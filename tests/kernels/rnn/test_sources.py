@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -24,6 +26,8 @@ SIZES = [
     (Cell.LSTM, 985, 4, 1), (Cell.LSTM, 256, 32, 2), (Cell.GRU, 985, 4, 1),
     (Cell.RNN_TANH, 600, 8, 2), (Cell.RNN_RELU, 30, 64, 1),
 ]  # fmt: skip
+# A compilation takes half a second: two sizes for architectures on which nothing was measured.
+ELSEWHERE = SIZES if "HFAI_LONG_TESTS" in os.environ else SIZES[:2]
 
 
 def check(plan: Plan, architecture: str) -> None:
@@ -47,12 +51,13 @@ def check(plan: Plan, architecture: str) -> None:
 @pytest.mark.parametrize("precision", Precision)
 def test_the_chosen_plans(architecture: str, precision: Precision) -> None:
     chosen = 0
-    for cell, hidden, batch, directions in SIZES:
+    sizes = SIZES if architecture == "sm_90" else ELSEWHERE
+    for cell, hidden, batch, directions in sizes:
         plan = dispatch.choose(cell, hidden, directions, batch, precision, DEVICES[architecture])
         if plan is not None:
             check(plan, architecture)
             chosen += 1
-    assert chosen >= 3
+    assert chosen >= len(sizes) // 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

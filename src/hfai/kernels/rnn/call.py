@@ -65,6 +65,11 @@ def allows_tf32() -> bool:
     return bool(torch.backends.cudnn.allow_tf32)
 
 
+def uses_cudnn() -> bool:
+    """Return whether torch's own recurrences run in cuDNN (`torch.backends.cudnn.enabled`)."""
+    return bool(torch._C._get_cudnn_enabled())
+
+
 def precision_of(dtype: torch.dtype) -> Precision:
     """Return how products of this type are made under torch's switches as they are now."""
     if dtype != torch.float32:
@@ -132,6 +137,9 @@ def largest_batch(stack: Stack, device: int, dtype: torch.dtype) -> int:
 def _look_up(
     stack: Stack, device: int, dtype: torch.dtype, batch: int, steps: int
 ) -> Configuration | str:
+    if dtype is torch.float32 and not uses_cudnn():
+        # Ours would follow the switch for recurrence, TF32 by default, where torch's has fp32.
+        return "cuDNN is switched off: torch's fp32 then follows its switch for matrix products"
     found = _found(
         stack.cell,
         stack.hidden,
