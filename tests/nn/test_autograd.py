@@ -307,7 +307,7 @@ def test_threads_share_a_layer(operator: Operator, device: torch.device) -> None
             found = tuple(y.detach() for y in outputs)
             if device.type == "cuda":
                 assert_same_bits(found, expected[seed])
-            else:  # the CPU's matrix products round as they are cut among threads, torch's class too
+            else:  # its matrix products round as they are cut among threads, torch's class too
                 torch.testing.assert_close(found, expected[seed])
 
 
