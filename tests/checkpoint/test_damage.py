@@ -219,5 +219,6 @@ def test_errors_of_the_medium_are_damage_and_those_of_the_moment_are_not() -> No
     for number in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM, errno.ETIMEDOUT):
         assert not is_damage(OSError(number, "x"))
     assert is_damage(EOFError())
+    assert is_damage(FileNotFoundError("a store's, without a number"))
     assert not is_damage(ConnectionError("the store does not answer"))
     assert not is_damage(MemoryError())

@@ -6,11 +6,7 @@ import errno
 
 # What reading says of a medium or a file system that has lost bytes. All else (permissions, too
 # many open files, no memory, a server that does not answer) may be gone at the next try.
-_LOST = {
-    getattr(errno, name)
-    for name in ("EIO", "EBADMSG", "EUCLEAN", "ENOENT", "ENOTDIR", "EISDIR")
-    if hasattr(errno, name)
-}
+_LOST = {getattr(errno, name) for name in ("EIO", "EBADMSG", "EUCLEAN") if hasattr(errno, name)}
 
 
 class CheckpointError(RuntimeError):
@@ -44,7 +40,8 @@ class StateMismatchError(CheckpointError, ValueError):
 
 def is_damage(error: Exception) -> bool:
     """Whether an error of reading says that a checkpoint is damaged or lacks files."""
-    if isinstance(error, (DamagedCheckpointError, NoCheckpointError, EOFError)):
+    lost = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # stores give no errno
+    if isinstance(error, (DamagedCheckpointError, NoCheckpointError, EOFError, *lost)):
         return True
     return isinstance(error, OSError) and error.errno in _LOST
 
