@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hfai.checkpoint import rng as rng_module
 from hfai.checkpoint import tree
-from hfai.checkpoint.contents import CheckpointFiles
+from hfai.checkpoint.contents import CheckpointFiles, read_unreplaced
 from hfai.checkpoint.errors import StateMismatchError
 from hfai.checkpoint.format import Slice
 from hfai.checkpoint.into import Places, fill_model, fill_optimizer
@@ -51,7 +51,7 @@ def tensor_infos(files: CheckpointFiles, rank: int | None = None) -> dict[str, T
     ranks = range(files.commit.world) if rank is None else [rank] * (rank < files.commit.world)
     for index in map(files.index, ranks):
         found.update({piece.name: _info(piece) for piece in index.slices})
-    for name, target in files.aliases().items():
+    for name, target in files.aliases(rank).items():
         if target in found:
             found[name] = found[target]
     return found
@@ -80,7 +80,7 @@ def load_values(
         progress: Called with numbers of bytes.
     """
     values, own = encoded_values(files, rank)
-    infos, aliases = tensor_infos(files, rank), files.aliases()
+    infos, aliases = tensor_infos(files, rank), files.aliases(rank)
     made: dict[str, Tensor] = {}
 
     def fetch(name: str) -> Tensor:
@@ -238,9 +238,10 @@ def load_into(
     from hfai.checkpoint.api import default_threads, this_rank
 
     mine = this_rank() if rank is None else rank
-    with CheckpointFiles(path, storage, verify) as files:
+
+    def fill(files: CheckpointFiles) -> Loaded:
         values, own = encoded_values(files, mine)
-        infos, aliases = tensor_infos(files, mine), files.aliases()
+        infos, aliases = tensor_infos(files, mine), files.aliases(mine)
         places = Places(files.path, infos, aliases, strict, cast, torch.device(device or "cpu"))
         after: list[Callable[[tree.Fetch], None]] = []
         after += fill_model(model, values, places)
@@ -259,6 +260,8 @@ def load_into(
             others, per_rank, files.commit.step, files.commit.epoch, files.path,
             tuple(places.missing), tuple(places.unexpected),
         )  # fmt: skip
+
+    return read_unreplaced(path, storage, verify, fill)
 
 
 def _rest(
