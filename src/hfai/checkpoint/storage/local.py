@@ -137,8 +137,7 @@ class LocalLocation(Location):
 class _LocalWriter(Writer):
     def __init__(self, target: Path, generation: str) -> None:
         self._target = target
-        self._work = _temporary(target, generation)
-        length, added = len(os.fsencode(target.name)), len(self._work.name) - len(target.name)
+        length, added = len(os.fsencode(target.name)), len(f"..{generation}{_TEMPORARY}")
         if length + added > _LONGEST:
             raise OSError(
                 errno.ENAMETOOLONG,
@@ -147,6 +146,7 @@ class _LocalWriter(Writer):
                 str(target),
             )
         _need_replaceable(target)  # now, not when all is written
+        self._work = _temporary(target, generation)
         self._descriptor = _made_and_locked(self._work)
 
     def create(self, name: str, size: int) -> Sink:
@@ -208,7 +208,10 @@ def _made_and_locked(path: Path) -> int:
     """Make a directory, where another process has not, and return a descriptor that locks it."""
     while True:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # `sweep` was quicker
         with contextlib.suppress(OSError):  # some network file systems lock no directories
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         if os.fstat(descriptor).st_nlink and path.exists():
