@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hfai.checkpoint import state
-from hfai.checkpoint.contents import CheckpointFiles
+from hfai.checkpoint.contents import CheckpointFiles, read_unreplaced
 from hfai.checkpoint.handle import SaveHandle
 from hfai.checkpoint.into import id_of
 from hfai.checkpoint.loading import load_values
@@ -82,7 +82,7 @@ def save(
         OSError: This rank could not write.
     """
     saver = _saver(group, threads, timeout)
-    location = locate(path, storage)
+    location = _locate(saver, path, storage)
 
     def take() -> state.Captured:
         return state.capture(
@@ -149,7 +149,7 @@ def save_async(
         OSError: This rank could not begin.
     """
     saver = _saver(group, threads, timeout)
-    location = locate(path, storage)
+    location = _locate(saver, path, storage)
 
     def take() -> state.Captured:
         return state.capture(
@@ -157,7 +157,8 @@ def save_async(
         )
 
     if pool is None:
-        pool = HostPool(host_budget)
+        with saver.failing_together():
+            pool = HostPool(host_budget)
     return begin(saver, location, take, step, epoch, pool, optimizer)
 
 
@@ -171,7 +172,8 @@ def begin(
     optimizer: Any,
 ) -> SaveHandle:
     """Start a save in the background; see `save_async`."""
-    optimizers = state.as_list(optimizer, "optimizer") or []
+    with saver.failing_together():
+        optimizers = state.as_list(optimizer, "optimizer") or []
     can_wait = bool(optimizers) and all(isinstance(o, torch.optim.Optimizer) for o in optimizers)
     guarded = False
 
@@ -246,7 +248,8 @@ def load(
 
     Returns:
         "model" and, where they were saved, "optimizer" (its parameters by name), "scheduler",
-        "scaler", "rng", "per_rank", "step", "epoch"; and the members of `others`.
+        "scaler", "rng", "per_rank", "step", "epoch"; and the members of `others`, of which one
+        named "step" or "epoch" stands in place of the save's own.
 
     Raises:
         NoCheckpointError: There is no checkpoint, or one that was never finished.
@@ -254,7 +257,8 @@ def load(
         CheckpointError: The format is of a newer version.
         OSError: A file cannot be read.
     """
-    with CheckpointFiles(path, storage, verify) as files:
+
+    def read_all(files: CheckpointFiles) -> dict[str, Any]:
         found = load_values(
             files,
             torch.device(map_location),
@@ -268,6 +272,8 @@ def load(
             if value is not None:
                 found.setdefault(name, value)
         return found
+
+    return read_unreplaced(path, storage, verify, read_all)
 
 
 def load_tensor(
@@ -295,7 +301,7 @@ def load_tensor(
     from hfai.checkpoint.loading import tensor_infos
     from hfai.checkpoint.reader import MissingTensorError, Wanted, read
 
-    with CheckpointFiles(path, storage, verify) as files:
+    def read_one(files: CheckpointFiles) -> Tensor:
         infos = tensor_infos(files)
         if name not in infos:
             near = [known for known in infos if name in known][:3]
@@ -306,6 +312,8 @@ def load_tensor(
         target = files.aliases().get(name, name)
         read(files, [Wanted(target, (0,) * out.ndim, out)], default_threads())
         return out
+
+    return read_unreplaced(path, storage, verify, read_one)
 
 
 def default_threads() -> int:
@@ -320,22 +328,33 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def _locate(saver: Saver, path: PathLike, storage: StoreOptions | None) -> Location:
+    """Return the place of a save, where what dead ones left is removed."""
+    with saver.failing_together():
+        location = locate(path, storage)
+    if saver.peers.rank == 0:
+        location.sweep_beside()
+    return location
+
+
 def _saver(group: dist.ProcessGroup | None, threads: int | None, timeout: float) -> Saver:
     """Return the saver of a group, or of this process alone.
 
     It remembers names and shapes from save to save, and makes its saves one after the other.
     """
     threads = threads or default_threads()
-    if threads < 1:
-        raise ValueError(f"threads is {threads}: give 1 or more")
-    if not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}: give seconds, more than 0")
     distributed = dist.is_available() and dist.is_initialized()
     # A forked child has none of its parent's threads, and so none of its saves.
     key = os.getpid(), id(dist.group.WORLD if group is None else group) if distributed else 0
+    # Made of what makes sense on all ranks, so that one with bad arguments is among them.
     with _lock:
         saver = _savers.get(key)
         if saver is None or not saver.peers.alive():
-            _savers[key] = saver = Saver(Peers(group, timeout), threads)
+            _savers[key] = saver = Saver(Peers(group), default_threads())
+    with saver.failing_together():
+        if threads < 1:
+            raise ValueError(f"threads is {threads}: give 1 or more")
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout!r}: give seconds, more than 0")
     saver.peers.timeout, saver.threads = timeout, threads
     return saver

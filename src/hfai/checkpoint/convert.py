@@ -19,6 +19,7 @@ from hfai.checkpoint.format import DTYPES
 from hfai.checkpoint.loading import TensorInfo, tensor_infos
 from hfai.checkpoint.parts import bytes_of
 from hfai.checkpoint.reader import Wanted, read
+from hfai.checkpoint.state import RESERVED
 from hfai.checkpoint.storage import PathLike
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _save_parts(
             model,
             optimizer,
             scheduler,
-            rest,
+            {_free(name): value for name, value in rest.items()},
             scaler=scaler,
             rng=False,
             storage=storage,
@@ -176,6 +177,11 @@ def _save_parts(
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{source} cannot be stored: {error}") from error
+
+
+def _free(name: Any) -> Any:
+    """Return a name for a value; one that a checkpoint has for its own gets a "_" behind it."""
+    return f"{name}_" if name in RESERVED else name
 
 
 def _take(rest: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hfai.checkpoint import rng as rng_module
 from hfai.checkpoint import tree
-from hfai.checkpoint.contents import CheckpointFiles
+from hfai.checkpoint.contents import CheckpointFiles, read_unreplaced
 from hfai.checkpoint.errors import StateMismatchError
 from hfai.checkpoint.format import Slice
 from hfai.checkpoint.into import Places, fill_model
@@ -52,7 +52,7 @@ def tensor_infos(files: CheckpointFiles, rank: int | None = None) -> dict[str, T
     ranks = range(files.commit.world) if rank is None else [rank] * (rank < files.commit.world)
     for index in map(files.index, ranks):
         found.update({piece.name: _info(piece) for piece in index.slices})
-    for name, target in files.aliases().items():
+    for name, target in files.aliases(rank).items():
         if target in found:
             found[name] = found[target]
     return found
@@ -81,7 +81,7 @@ def load_values(
         progress: Called with numbers of bytes.
     """
     values, own = encoded_values(files, rank)
-    infos, aliases = tensor_infos(files, rank), files.aliases()
+    infos, aliases = tensor_infos(files, rank), files.aliases(rank)
     made: dict[str, Tensor] = {}
 
     def fetch(name: str) -> Tensor:
@@ -289,35 +289,39 @@ def _load_into(
 
     mine = this_rank() if rank is None else rank
     threads = threads or default_threads()
-    with CheckpointFiles(path, storage, verify) as files, contextlib.ExitStack() as stack:
-        values, own = encoded_values(files, mine)
-        infos, aliases = tensor_infos(files, mine), files.aliases()
-        places = Places(files.path, infos, aliases, strict, cast, torch.device(device or "cpu"))
-        stack.callback(places.put_back)
-        after: list[Callable[[tree.Fetch], None]] = []
-        after += fill_model(model, values, places)
-        if optimizer is not None:
-            after += fill_optimizer(optimizer, model, values, places)
-        rest = _rest(values, own, scheduler, scaler, rng, places)
-        places.need_all(optimizer is not None)
-        first = mine % files.commit.world
-        others: dict[str, Any] = {}
-        per_rank = None
-        with _as_mismatch():
-            if check_only:
-                check(files, places.wanted, threads, first)
-            else:
-                read(files, places.wanted, threads, first, progress or (lambda count: None))
-        if not check_only:
-            places.settle()
-            for act in after:
-                act(places.fetch)
-            others, per_rank = rest()
-            stack.pop_all()
-        return Loaded(
-            others, per_rank, files.commit.step, files.commit.epoch, files.path,
-            tuple(places.missing), tuple(places.unexpected),
-        )  # fmt: skip
+
+    def fill(files: CheckpointFiles) -> Loaded:
+        with contextlib.ExitStack() as stack:
+            values, own = encoded_values(files, mine)
+            infos, aliases = tensor_infos(files, mine), files.aliases(mine)
+            places = Places(files.path, infos, aliases, strict, cast, torch.device(device or "cpu"))
+            stack.callback(places.put_back)
+            after: list[Callable[[tree.Fetch], None]] = []
+            after += fill_model(model, values, places)
+            if optimizer is not None:
+                after += fill_optimizer(optimizer, model, values, places)
+            rest = _rest(values, own, scheduler, scaler, rng, places)
+            places.need_all(optimizer is not None)
+            first = mine % files.commit.world
+            others: dict[str, Any] = {}
+            per_rank = None
+            with _as_mismatch():
+                if check_only:
+                    check(files, places.wanted, threads, first)
+                else:
+                    read(files, places.wanted, threads, first, progress or (lambda count: None))
+            if not check_only:
+                places.settle()
+                for act in after:
+                    act(places.fetch)
+                others, per_rank = rest()
+                stack.pop_all()
+            return Loaded(
+                others, per_rank, files.commit.step, files.commit.epoch, files.path,
+                tuple(places.missing), tuple(places.unexpected),
+            )  # fmt: skip
+
+    return read_unreplaced(path, storage, verify, fill)
 
 
 def _rest(

@@ -13,9 +13,10 @@ A checkpoint's name has its step: step-00001200. Every call is made by all ranks
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed as dist
@@ -144,17 +145,23 @@ class CheckpointManager:
             one is being written.
 
         Raises:
-            CheckpointError: This save, or the one before, failed on some rank.
+            CheckpointError: This save, or the one before, failed on some rank. Of several ranks, an
+                asynchronous one that cannot begin is raised again at the next boundary, since
+                others may learn of it only there.
             ValueError: The step is no whole number from 0 on, or the manager is closed.
         """
         if self._closed:
             raise ValueError("the manager is closed: make a new one")
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step is {step!r}: give the number of steps done, an int from 0 on")
         if self._handle is not None and not self._make_room():
             return None
-        if self._peers.rank == 0:
-            self._location.sweep()
+        in_background = self._asynchronous if asynchronous is None else asynchronous
+        with self._watching_failure(in_background), self._saver.failing_together():
+            if type(step) is not int or step < 0:
+                raise ValueError(
+                    f"step is {step!r}: give the number of steps done, an int from 0 on"
+                )
+            if self._peers.rank == 0:
+                self._location.sweep()
 
         def take() -> state.Captured:
             return state.capture(
@@ -163,9 +170,9 @@ class CheckpointManager:
 
         location = self._location.child(step_name(step))
         self._saver.after_commit = lambda: self._prune(step)
-        in_background = self._asynchronous if asynchronous is None else asynchronous
         if in_background:
-            handle = api.begin(self._saver, location, take, step, epoch, self._pool, optimizer)
+            with self._watching_failure(in_background):
+                handle = api.begin(self._saver, location, take, step, epoch, self._pool, optimizer)
             self._handle = handle
             self._watch.begin(handle)
         else:
@@ -211,11 +218,11 @@ class CheckpointManager:
     ) -> Loaded | None:
         """Load the newest checkpoint that is whole; all ranks load the same.
 
-        A damaged one is left out with a warning that says which file and which tensor. Only damage
-        counts: an error that may be gone at the next try (permissions, too many open files, a store
-        that does not answer) is raised. With `strict=False` and earlier checkpoints there, all that
-        is to be loaded is read and compared once before, so that tensors which an earlier one does
-        not have keep their values.
+        A damaged one is left out with a warning that says which file and which tensor, and so is
+        a newer one whose commit record is missing. Only damage counts: an error that may be gone at
+        the next try (permissions, too many open files, a store that does not answer) is raised.
+        With `strict=False` and earlier checkpoints there, all that is to be loaded is read and
+        compared once before, so that tensors which an earlier one does not have keep their values.
 
         Args:
             model: As for `hfai.checkpoint.load_into`, and so are the next seven.
@@ -302,6 +309,30 @@ class CheckpointManager:
                 raise
             warnings.warn(f"the last checkpoint was not written: {error}", stacklevel=2)
 
+    @contextlib.contextmanager
+    def _watching_failure(self, in_background: bool) -> Iterator[None]:
+        """Keep an error of this rank alone as a save that has failed: others have begun it."""
+        try:
+            yield
+        except Exception as error:
+            if in_background and self._peers.world > 1:
+                self._handle = SaveHandle(self._location.path)
+                self._handle._end(error)
+                self._watch.begin(self._handle)
+            raise
+
+    def _warn_of_unfinished(self, steps: list[int]) -> None:
+        """Name what would be the newest checkpoint if its commit record were there."""
+        for name in self._location.unfinished():
+            step = step_of(name)
+            if step is not None and step > max(steps, default=-1):
+                warnings.warn(
+                    f"{self._location.child(name).path} is not used: its COMMIT file is missing, "
+                    "which no save leaves so; put that back, remove the directory, or save the "
+                    "step again",
+                    stacklevel=4,
+                )
+
     def _make_room(self) -> bool:
         """Wait for the save before, or say that this one is skipped; all ranks do the same."""
         if self._busy == "skip" and not self._watch.has_ended():
@@ -326,6 +357,7 @@ class CheckpointManager:
         key = f"resume/{self._resumes}/steps"
         if self._peers.rank == 0:
             found = self.steps()
+            self._warn_of_unfinished(found)
             self._peers.set(key, ",".join(map(str, found)).encode())
         else:
             text = self._peers.wait([key], "resume")[0].decode()

@@ -29,6 +29,7 @@ import torch
 # Gives the tensor a name refers to.
 Fetch = Callable[[str], torch.Tensor]
 _PLAIN = (type(None), bool, int, str)
+_MOST_BITS = 14_000  # of an int; Python reads and writes no more than 4300 digits unless told to
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -52,6 +53,11 @@ class _Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, name: str) -> Any:
+        if type(value) is int and value.bit_length() > _MOST_BITS:
+            raise ValueError(
+                f"{name} is an int of {value.bit_length()} bits: at most {_MOST_BITS} are stored; "
+                "give bytes (int.to_bytes) or a string"
+            )
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
@@ -62,6 +68,11 @@ class _Encoder:
         if type(value) in (np.ndarray, np.memmap):  # others have more than their items
             if value.dtype.kind not in "biufc":
                 raise TypeError(f"{name} is an array of {value.dtype}: give numbers or bool")
+            if value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
+                raise TypeError(
+                    f"{name} is an array of {value.dtype}, which torch has no type for: convert it "
+                    "to float64 or complex128"
+                )
             native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
             return {"$array": self._keep(name, torch.from_numpy(native))}
         if id(value) in self._open:
