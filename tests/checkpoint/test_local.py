@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -104,27 +105,26 @@ def test_a_reader_of_a_name_that_is_replaced_gets_the_old_or_the_new_one(tmp_pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
-def test_where_the_new_name_cannot_be_made_last_the_old_checkpoint_has_it_again(
-    tmp_path: Path,
-) -> None:
-    directory = tmp_path / "runs"
-    checkpoint.save(directory / "a", ONE, step=1)
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
-    for path in (directory, directory / "a"):
-        os.chown(path, 65534, 65534)
-    directory.chmod(0o300)  # names can be made in it, and it cannot be opened to be flushed
+def test_where_the_new_name_cannot_be_made_last_the_old_checkpoint_has_it_again() -> None:
+    # Not below pytest's directory, which every pytest that starts takes away from others.
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        directory = Path(place, "runs")
+        checkpoint.save(directory / "a", ONE, step=1)
+        for path in (directory, directory / "a"):
+            os.chown(path, 65534, 65534)
+        directory.chmod(0o300)  # names can be made in it, and it cannot be opened to be flushed
 
-    def work() -> None:
-        os.setuid(65534)
-        for name in ("a", "b"):
-            with pytest.raises(PermissionError, match="runs"):
-                checkpoint.save(directory / name, ONE, step=2)
+        def work() -> None:
+            os.setuid(65534)
+            for name in ("a", "b"):
+                with pytest.raises(PermissionError, match="runs'"):
+                    checkpoint.save(directory / name, ONE, step=2)
 
-    assert in_child(work) == 0
-    directory.chmod(0o755)
-    assert os.listdir(directory) == ["a"]
-    assert step_of(directory / "a") == 1
+        assert in_child(work) == 0
+        directory.chmod(0o755)
+        assert os.listdir(directory) == ["a"]
+        assert step_of(directory / "a") == 1
 
 
 def test_a_name_that_is_too_long_for_the_temporary_one_is_refused_in_words(tmp_path: Path) -> None:
