@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import hfreduce
-from hfreduce.nodes import Layout
+from hfreduce.layout import Layout
 from tests.hfreduce.ranks import Ranks, leftovers, run
 
 PIECE = 64 << 10
