@@ -9,7 +9,6 @@ ranks know the same and say the same; it costs one small message a node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 
@@ -22,8 +21,6 @@ from hfreduce.network import Network
 from hfreduce.reducer import Reducer
 
 KINDS = ("barrier", "all_reduce")
-# Gives every node's tensor for this node's, by node.
-Gather = Callable[[Network, Tensor], "list[Tensor]"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,6 @@ def agree(
     network: Network | None,
     columns: int,
     nodes: int,
-    gather: Gather,
 ) -> None:
     """Return when all ranks have come to call the same.
 
@@ -91,7 +87,6 @@ def agree(
         network: To the other nodes, for the first `columns` ranks of the node.
         columns: How many ranks of each node have one.
         nodes: How many there are.
-        gather: How a network gathers.
 
     Raises:
         MismatchError: They do not, on every rank.
@@ -107,7 +102,7 @@ def agree(
     said = torch.stack([calls[0].header(), other.header()])
     everyone = torch.empty(nodes, *said.shape, dtype=torch.int64)
     if network is not None:
-        torch.stack(gather(network, said.view(-1)), out=everyone.view(nodes, -1))
+        torch.stack(network.all_gather(said.view(-1)), out=everyone.view(nodes, -1))
     if local.world_size > columns:
         local.broadcast(everyone, 0)
     calls = [Call(*row) for row in everyone.view(-1, NUMBERS).tolist()]

@@ -18,9 +18,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -266,14 +264,8 @@ class HierarchicalReducer:
     def _agree(self, kind: str, data: Tensor, op: str) -> None:
         call = Call.of(self.rank, kind, op, data, self._calls)
         self._calls += 1
-
-        def gather(network: Network, said: Tensor) -> list[Tensor]:
-            found: list[Tensor] = []
-            self._apart(lambda: found.extend(network.all_gather(said)))
-            return found
-
         columns, nodes = self.layout.columns, len(self.layout.nodes)
-        agree(call, self.labels, self.local, self._network, columns, nodes, gather)
+        agree(call, self.labels, self.local, self._network, columns, nodes)
 
     def _pieces(self, data: Tensor, op: str) -> None:
         step, divisor = ("sum", self.world_size) if op == "avg" else (op, 1)
@@ -284,7 +276,7 @@ class HierarchicalReducer:
             piece = self._piece(data, wide)
             if self.local.world_size > 1:
                 self.local.reduce_scatter(piece.own, piece.slices, step)
-            self._apart(partial(self._carry, piece, step, divisor))
+            self._carry(piece, step, divisor)
             if self.local.world_size > 1:
                 self.local.all_gather(piece.results, piece.result)
             return
@@ -330,14 +322,6 @@ class HierarchicalReducer:
     def _carry(self, piece: _Piece, op: str, divisor: int, lane: int = 0) -> None:
         if self._network is not None:
             self._network.all_reduce(piece.own, op, lane, out=piece.result, divisor=divisor)
-
-    def _apart(self, job: Callable[[], None]) -> None:
-        """Run what waits for the network, so that a signal's handler can end the wait."""
-        if threading.current_thread() is not threading.main_thread():
-            job()  # no handler runs here
-            return
-        self._under_way.append(future := self._carriers[0].submit(job))
-        future.result()
 
     def _follow(self, handle: Handle | None) -> Handle | None:
         assert handle is not None

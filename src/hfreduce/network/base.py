@@ -71,6 +71,8 @@ class Network(ABC):
             LatePeerError: A node did not come within the timeout.
         """
 
+    # A signal's handler that raises in the thread of a call ends the call at once.
+
     @abstractmethod
     def close(self) -> None:
         """Hang up: the others' calls end with an error, as does one under way here."""

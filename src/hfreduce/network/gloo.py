@@ -1,12 +1,19 @@
 """Between nodes by gloo's TCP, which every torch has.
 
 GLOO_SOCKET_IFNAME chooses the interface, as for gloo itself.
+
+A wait of gloo's hears no signal, cannot be ended from outside, not even by closing the connection,
+and breaks the group when its own time is up. So it has a thread for each lane, and the call waits
+for that thread, which it can leave. Nothing is written to memory once the connections are closed.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +25,7 @@ from hfreduce.network.base import Place
 from hfreduce.network.point_to_point import PointToPoint
 
 _torch: Any = _distributed_c10d
+_SLICE = 0.1  # seconds between two looks at whether the network was closed
 
 
 class GlooNetwork(PointToPoint):
@@ -27,6 +35,8 @@ class GlooNetwork(PointToPoint):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
+        self._waiters: dict[int, _Waiter] = {}  # by lane
+        self._lock = threading.RLock()  # two lanes may begin at once
         timeout = timedelta(seconds=place.timeout)
         try:
             self._group: Any = _torch.ProcessGroupGloo(
@@ -49,16 +59,31 @@ class GlooNetwork(PointToPoint):
         if group is None:
             raise RuntimeError("the network is closed")
         deadline = time.monotonic() + self.place.timeout
-        started = []
+        started: list[tuple[int, Any]] = []
         for node, tensor in receives:
             if tensor.numel():
                 started.append((node, self._start(node, group.recv, [tensor], node, lane)))
         for node, tensor in sends:
             if tensor.numel():
                 started.append((node, self._start(node, group.send, [tensor], node, lane)))
-        for node, work in started:
-            left = max(0.001, deadline - time.monotonic())
-            self._start(node, work.wait, timedelta(seconds=left))
+        kept = *sends, *receives
+
+        def finish() -> None:
+            assert kept  # the memory stays while gloo waits, whoever has left
+            for node, work in started:
+                left = max(0.001, deadline - time.monotonic())
+                self._start(node, work.wait, timedelta(seconds=left))
+
+        if not started:
+            return
+        with self._lock:
+            if lane not in self._waiters:
+                self._waiters[lane] = _Waiter(f"hfreduce-gloo-{lane}")
+            ended = self._waiters[lane].submit(finish)
+        while not wait([ended], _SLICE).done:
+            if self._group is None:
+                raise RuntimeError("the network was closed in the middle of a call")
+        ended.result()
 
     def close(self) -> None:
         """See `Network`."""
@@ -66,6 +91,9 @@ class GlooNetwork(PointToPoint):
         # Old versions of torch hang up when nobody refers to the group.
         if (abort := getattr(group, "abort", None)) is not None:
             abort()
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters.values():
+            waiter.close()
 
     def _start(self, node: int, call: Any, *arguments: Any) -> Any:
         try:
@@ -82,6 +110,40 @@ class GlooNetwork(PointToPoint):
                 f"the connection to {who} is lost ({_first_line(error)}): look for its own error",
                 rank,
             ) from error
+
+
+class _Waiter:
+    """A thread that waits for gloo, and may be left behind doing so."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._last: Future[None] | None = None
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        """Run a job after those before it."""
+        self._last = future = Future[None]()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """Let the thread end: at once, or when gloo's own timeout ends its wait."""
+        self._jobs.put(None)
+        if self._last is None or self._last.done():
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, future = entry
+            try:
+                job()
+            except BaseException as error:  # whoever waits must have it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del entry, job, future  # keep no tensor while waiting for the next
 
 
 def _first_line(error: BaseException) -> str:
