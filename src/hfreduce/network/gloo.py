@@ -2,9 +2,9 @@
 
 GLOO_SOCKET_IFNAME chooses the interface, as for gloo itself.
 
-A wait of gloo's hears no signal, cannot be ended from outside, not even by closing the connection,
-and breaks the group when its own time is up. So it has a thread for each lane, and the call waits
-for that thread, which it can leave. Nothing is written to memory once the connections are closed.
+A wait of gloo's hears no signal, and goes on when the connection is closed here. So it has a thread
+for each lane, and the call waits for that thread, which it can leave. What ends gloo's waits is
+that one of them times out: it breaks all connections of the group. So `close` has one time out.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from hfreduce.errors import DeadPeerError, LatePeerError
+from hfreduce.errors import DeadPeerError, LatePeerError, PeerError
 from hfreduce.network.base import Place
 from hfreduce.network.point_to_point import PointToPoint
 
 _torch: Any = _distributed_c10d
-_SLICE = 0.1  # seconds between two looks at whether the network was closed
+_NEVER = 3  # a lane in which nobody sends
 
 
 class GlooNetwork(PointToPoint):
@@ -77,23 +78,41 @@ class GlooNetwork(PointToPoint):
         if not started:
             return
         with self._lock:
+            if self._group is None:
+                raise RuntimeError("the network was closed in the middle of a call")
             if lane not in self._waiters:
                 self._waiters[lane] = _Waiter(f"hfreduce-gloo-{lane}")
             ended = self._waiters[lane].submit(finish)
-        while not wait([ended], _SLICE).done:
+        try:
+            ended.result()
+        except PeerError:
             if self._group is None:
-                raise RuntimeError("the network was closed in the middle of a call")
-        ended.result()
+                raise RuntimeError("the network was closed in the middle of a call") from None
+            raise
 
     def close(self) -> None:
         """See `Network`."""
-        group, self._group = self._group, None
+        with self._lock:
+            group, self._group = self._group, None
+            waiters, self._waiters = self._waiters, {}
+        if group is not None and any(waiter.is_busy for waiter in waiters.values()):
+            self._end_waits(group)
         # Old versions of torch hang up when nobody refers to the group.
         if (abort := getattr(group, "abort", None)) is not None:
             abort()
-        waiters, self._waiters = self._waiters, {}
         for waiter in waiters.values():
             waiter.close()
+
+    def _end_waits(self, group: Any) -> None:
+        for node in range(self.place.size):
+            if node == self.place.rank:
+                continue
+            try:
+                nothing = group.recv([torch.empty(1)], node, _NEVER)
+                nothing.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "Timed out" in str(error):
+                    return  # the connection was whole, and now none is
 
     def _start(self, node: int, call: Any, *arguments: Any) -> Any:
         try:
@@ -113,7 +132,7 @@ class GlooNetwork(PointToPoint):
 
 
 class _Waiter:
-    """A thread that waits for gloo, and may be left behind doing so."""
+    """A thread that waits for gloo."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
@@ -129,10 +148,14 @@ class _Waiter:
         return future
 
     def close(self) -> None:
-        """Let the thread end: at once, or when gloo's own timeout ends its wait."""
+        """Let the thread end, when its wait has."""
         self._jobs.put(None)
-        if self._last is None or self._last.done():
-            self._thread.join()
+        self._thread.join()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it waits."""
+        return self._last is not None and not self._last.done()
 
     def _serve(self) -> None:
         while (entry := self._jobs.get()) is not None:
