@@ -255,7 +255,10 @@ class HierarchicalReducer:
             else:
                 self.local.all_reduce(data, op)
         except BaseException as error:
-            self._break(error)
+            if isinstance(error, Exception):
+                self._break(error)
+            else:  # a signal's: the calls after this one are not interrupted
+                self._interrupt()
             # Nobody may write to the tensor when the call has ended; now that all is broken, what
             # is under way ends at once.
             wait(self._under_way, self.timeout)

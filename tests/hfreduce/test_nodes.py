@@ -249,6 +249,8 @@ def interrupted(rank: int, world: int, store: str) -> float:
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(KeyboardInterrupt):
                 group.all_reduce(tensor)
+            with pytest.raises(RuntimeError, match="was interrupted"):
+                group.all_reduce(tensor)
             seconds = max(seconds, time.monotonic() - start)
         else:
             time.sleep(0.4)
@@ -306,7 +308,7 @@ def sent() -> int:
 def apart(rank: int, world: int, store: str, names: list[str], kill: bool) -> tuple[float, str]:
     links.enter(names[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=2.5, piece_bytes=1 << 20)
+    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=2, piece_bytes=1 << 20)
     parts = [data(peer, 1_000_003, torch.float32) for peer in range(world)]
     tensor = parts[rank].clone()
     group.all_reduce(tensor)
@@ -344,5 +346,5 @@ def test_a_node_whose_link_is_cut_is_named_within_the_timeout(namespaces: list[s
     for end in ranks.join(10)[:4]:
         assert not end.error, end.text
         seconds, text = end.value
-        assert seconds < 3.5
+        assert seconds < 3
         assert "rank 4" in text or "rank 5" in text or "lost another node" in text

@@ -150,7 +150,8 @@ class _Waiter:
     def close(self) -> None:
         """Let the thread end, when its wait has."""
         self._jobs.put(None)
-        self._thread.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     @property
     def is_busy(self) -> bool:
