@@ -194,13 +194,11 @@ def test_what_the_older_checkpoint_lacks_keeps_its_values(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["COMMIT", "state.json", "rank-00000.safetensors"])
-def test_a_file_that_may_not_be_read_is_no_damage(name: str, tmp_path: Path) -> None:
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
-    manager = checkpoint.CheckpointManager(tmp_path, asynchronous=False)
+def test_a_file_that_may_not_be_read_is_no_damage(name: str, open_place: Path) -> None:
+    manager = checkpoint.CheckpointManager(open_place, asynchronous=False)
     for step in (1, 2):
         manager.save(step, {"w": torch.full((2,), float(step))})
-    (tmp_path / "step-00000002" / name).chmod(0)
+    (open_place / "step-00000002" / name).chmod(0)
     state = {"w": torch.zeros(2)}
 
     def work() -> None:
