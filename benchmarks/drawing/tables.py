@@ -22,8 +22,12 @@ def kernel_table(result: Result) -> str:
     copy = result.data["ceilings"]["bytes_per_second"] / 1e12
     note = (
         "Kernel time in ms, median of CUDA graph replays with a cold L2 cache. The floor is each "
-        f"byte moved once at the {copy:.2f} TB/s that a device copy reached in the same run."
+        f"byte moved once at the {copy:.2f} TB/s that a device copy reached in the same run"
     )
+    floors = [floor for case in result.measured for floor in case["floor"].values()]
+    if any(floor["ms"] > 1.01 * floor["bytes"] / copy / 1e9 for floor in floors):
+        note += ", or all operations at the rate of a large product, where that takes longer"
+    note += "."
 
     def floor(case: Mapping[str, Any], what: str) -> str:
         ours = median_ms(case, "hfai", "kernel", what)

@@ -38,8 +38,9 @@ class DistributedDataParallel(_Base):
     Args:
         module: The model, as for torch's class.
         *arguments: As for torch's class.
-        backend: "hfreduce"; "torch": the process group's own all-reduce; "auto": hfreduce for a
-            model on the CPU whose ranks are all on one machine, else "torch".
+        backend: "hfreduce", which between machines takes models on the CPU (those on GPUs go by
+            the process group, and `path` says so); "torch": the process group's own all-reduce;
+            "auto": hfreduce for a model on the CPU whose ranks are on one machine, else "torch".
         network: "gloo" or "mpi", between machines for backend="hfreduce": see
             `hfreduce.HierarchicalReducer`.
         wire: torch.bfloat16 or torch.float16: what float32 gradients are sent as; they are added in
@@ -120,6 +121,8 @@ class DistributedDataParallel(_Base):
             self._state = HookState(
                 self.process_group, _active_of(weakref.ref(self)), network=network, wire=self._wire
             )
+            if why := self._state.unreached(self._device_type()):
+                self._why, self._state = why, None
         except UnavailableError as error:
             if self._backend == "hfreduce":
                 raise
@@ -145,7 +148,7 @@ class DistributedDataParallel(_Base):
             return "it was asked for"
         if self.mixed_precision is not None:
             return "torch's mixed_precision registers hooks of its own"
-        kind = next((p.device.type for p in self.module.parameters() if p.requires_grad), "cpu")
+        kind = self._device_type()
         if kind not in ("cpu", "cuda"):
             return f"the model is on a {kind} device"
         if kind == "cuda" and self._backend != "hfreduce":
@@ -153,6 +156,9 @@ class DistributedDataParallel(_Base):
         if dist.get_world_size(self.process_group) == 1:
             return "there is one rank"
         return ""
+
+    def _device_type(self) -> str:
+        return next((p.device.type for p in self.module.parameters() if p.requires_grad), "cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()

@@ -43,6 +43,11 @@ def is_covered(dtype: torch.dtype, op: object) -> bool:
     return name is not None and dtype in DTYPES and (name != "avg" or dtype.is_floating_point)
 
 
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Say whether sums of a type are made in float32 because it holds less."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
 def check(dtype: torch.dtype, op: object) -> tuple[int, int]:
     """Return the engine's numbers for a reduction.
 

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from hfreduce import segment, topology
 from hfreduce.backend import ProcessGroup
+from hfreduce.nodes import HierarchicalReducer
 from hfreduce.reducer import Reducer
 
 
@@ -25,12 +26,15 @@ class Explanation:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in self.facts.items())
 
 
-def explain(group: Reducer | dist.ProcessGroup | None = None) -> Explanation:
+def explain(
+    group: Reducer | HierarchicalReducer | dist.ProcessGroup | None = None,
+) -> Explanation:
     """Say what this machine offers and, of a group, how its collectives go and why.
 
     Args:
-        group: A reducer or a process group; None: the default process group, if there is one. It is
-            only looked at: no collective runs, and a group that has made no reducer makes none.
+        group: A reducer of either kind or a process group; None: the default process group, if
+            there is one. It is only looked at: no collective runs, and a group that has made no
+            reducer makes none.
     """
     facts = {"engine": _engine(), "processors": _processors(), "GPUs": _gpus()}
     if group is None and dist.is_available() and dist.is_initialized():
@@ -68,7 +72,9 @@ def _gpus() -> str:
     return f"{count}, peer access in {direct} of {len(pairs)} directions: {best}"
 
 
-def _group(group: Reducer | dist.ProcessGroup) -> dict[str, str]:
+def _group(group: Reducer | HierarchicalReducer | dist.ProcessGroup) -> dict[str, str]:
+    if isinstance(group, HierarchicalReducer):
+        return _nodes(group)
     if isinstance(group, Reducer):
         return _reducer(group)
     if not isinstance(group, ProcessGroup):
@@ -78,6 +84,24 @@ def _group(group: Reducer | dist.ProcessGroup) -> dict[str, str]:
     if not group.has_reducer:
         return {"group": "of hfreduce, not used yet: its first collective decides"}
     return _reducer(group.reducer)
+
+
+def _nodes(reducer: HierarchicalReducer) -> dict[str, str]:
+    layout = reducer.layout
+    nodes = "; ".join(str(ranks) for ranks in layout.nodes)
+    if len(layout.nodes) == 1:
+        path = "memory that the ranks share: all are on one machine"
+    else:
+        path = (
+            f"memory within a machine, {reducer.network} between them, by {layout.columns} rank(s) "
+            f"of each"
+        )
+    return {
+        "group": f"rank {reducer.rank} of {reducer.world_size}; the machines' ranks: {nodes}",
+        "path": path,
+        "tensors on GPUs": "not taken: a process group's own all-reduce (NCCL) does them",
+        "timeout": f"{reducer.timeout:g} s without progress",
+    }
 
 
 def _reducer(reducer: Reducer) -> dict[str, str]:

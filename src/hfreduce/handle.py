@@ -20,6 +20,11 @@ class Handle:
     def __init__(self, future: Future[None], interrupt: Callable[[], None] | None = None) -> None:
         self._future, self._interrupt = future, interrupt
 
+    @property
+    def future(self) -> Future[None]:
+        """The call's own future."""
+        return self._future
+
     def done(self) -> bool:
         """Say whether the call has ended, well or not."""
         return self._future.done()

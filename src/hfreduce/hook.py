@@ -37,8 +37,9 @@ class HookState:
             None: over all, always.
         network: Between nodes, where the ranks are on several: see `HierarchicalReducer`. None: all
             must be on one.
-        wire: What float32 gradients are sent as: torch.bfloat16 halves the bytes. They are added in
-            float32 and the average is rounded to it once. None: float32.
+        wire: What float32 gradients are sent as: torch.bfloat16 halves the bytes (between nodes it
+            takes a quarter off). They are added in float32 and the average is rounded to it once.
+            None: float32; so are they where `active` says who has data.
 
     Raises:
         UnavailableError: The ranks cannot share memory.
@@ -70,6 +71,15 @@ class HookState:
                 raise
             self.reducer = HierarchicalReducer.from_group(group, network=network)
 
+    def unreached(self, device_type: str) -> str:
+        """Return why gradients on such a device go by the process group instead, or nothing."""
+        if device_type == "cpu" or isinstance(self.reducer, Reducer):
+            return ""
+        return (
+            f"the ranks are on several machines, where hfreduce takes gradients on the CPU alone: "
+            f"those on a {device_type} device go by the process group"
+        )
+
 
 def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over all ranks.
@@ -82,7 +92,7 @@ def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor
         A future of the buffer.
     """
     gradients = bucket.buffer()
-    if not _covers(state.reducer, gradients):
+    if not _covers(state, gradients):
         return allreduce_hook(state.group, bucket)  # type: ignore[arg-type]
     active = state.active() if state.active is not None else None
     if active is not None:
@@ -102,10 +112,10 @@ def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor
     return future.then(widen)
 
 
-def _covers(reducer: Reducer | HierarchicalReducer, gradients: Tensor) -> bool:
+def _covers(state: HookState, gradients: Tensor) -> bool:
     if gradients.layout != torch.strided or not dtypes.is_covered(gradients.dtype, "avg"):
         return False
-    return gradients.device.type == "cpu" or isinstance(reducer, Reducer)
+    return not state.unreached(gradients.device.type)
 
 
 def _average_of_active(

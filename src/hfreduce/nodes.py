@@ -8,8 +8,9 @@ it with the ranks j of the other nodes, and gives the sum to its node. So one su
 the network, carried by as many processes as the smallest node has. A large tensor goes in pieces:
 while one is on the network the node adds the next and hands out the one before.
 
-Sums are in the order of the ranks within a node and of the nodes between them, rounded once at each
-of the two: the same bits on all ranks, and as many errors as one more rounding for narrow types.
+Sums are in the order of the ranks within a node and of the nodes between them. Those of types
+narrower than float32 stay float32 until they are whole, and are rounded once: the same bits on all
+ranks. Before a call moves anything its ranks compare what they call (agreement.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import json
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hfreduce import arguments, dtypes, exchange, segment
+from hfreduce.agreement import Call, agree
 from hfreduce.handle import Handle
+from hfreduce.layout import Layout
 from hfreduce.network import Network, Place, connect
 from hfreduce.network.choice import check as check_network
 from hfreduce.network.point_to_point import cut
@@ -50,33 +52,6 @@ LANES = 2
 NETWORK_SHARE = 0.8
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Who sits where.
-
-    Attributes:
-        nodes: The ranks of each node, in order; nodes in the order of their first ranks.
-        columns: How many ranks of each node take part in the network: as many as the smallest has.
-    """
-
-    nodes: list[list[int]]
-    columns: int
-
-    @classmethod
-    def of(cls, names: Sequence[str]) -> Layout:
-        """Return the layout of ranks whose nodes have these names."""
-        found: dict[str, list[int]] = {}
-        for rank, name in enumerate(names):
-            found.setdefault(name, []).append(rank)
-        nodes = list(found.values())
-        return cls(nodes, min(map(len, nodes)))
-
-    def of_rank(self, rank: int) -> tuple[int, int]:
-        """Return a rank's node and its place there."""
-        node = next(i for i, ranks in enumerate(self.nodes) if rank in ranks)
-        return node, self.nodes[node].index(rank)
-
-
 class HierarchicalReducer:
     """One rank's end of a group whose processes run on several machines.
 
@@ -93,7 +68,7 @@ class HierarchicalReducer:
         label: How messages call this rank; None: "rank" and its number.
 
     Raises:
-        ConnectionError: The nodes cannot reach each other.
+        ConnectionError: The nodes cannot reach each other, or their piece_bytes or network differ.
         ImportError: The network needs a package that is not there.
         LatePeerError: A rank did not come within the timeout.
         UnavailableError: The native engine was not built somewhere.
@@ -121,11 +96,18 @@ class HierarchicalReducer:
         self.rank, self.world_size, self.timeout = rank, world_size, seconds
         self._piece_bytes = piece_bytes
         meeting = exchange.through_store(store, rank, world_size, name, seconds)
-        mine = {"token": secrets.token_hex(8)} | segment.me(label or f"rank {rank}").__dict__
+        settings = f"network={network!r}, piece_bytes={piece_bytes}"
+        mine = {"token": secrets.token_hex(8), "settings": settings}
+        mine |= segment.me(label or f"rank {rank}").__dict__
         texts = [json.loads(text) for text in meeting(json.dumps(mine), None)]
-        prefix = f"hfreduce/{name}/{texts[0].pop('token')}"
-        for text in texts:
-            text.pop("token", None)
+        prefix = f"hfreduce/{name}/{texts[0]['token']}"
+        asked = [text.pop("settings") for text in texts]
+        for peer, theirs in enumerate(asked):
+            texts[peer].pop("token")
+            if theirs != asked[0]:  # all ranks find the same, and none waits for another
+                raise ConnectionError(
+                    f"rank 0 was given {asked[0]} and rank {peer} {theirs}: give all ranks the same"
+                )
         members = [segment.Member(**text) for text in texts]
         segment.check_engines(members)
         self.labels = [f"{member.label} (pid {member.pid})" for member in members]
@@ -165,6 +147,8 @@ class HierarchicalReducer:
                 raise ConnectionError(f"no network between the nodes: {text}")
         self.network = network
         self._worker = Worker(f"hfreduce-nodes-{rank}", self.local.abandon)
+        self._calls = 0
+        self._under_way: list[Future[None]] = []
         self._carriers = [Worker(f"hfreduce-network-{rank}-{lane}") for lane in range(LANES)]
         self._process = os.getpid()
         self._end = weakref.finalize(
@@ -203,11 +187,7 @@ class HierarchicalReducer:
             TypeError: The type is not reduced; `hfreduce.dtypes.DTYPES` has those that are.
             PeerError: Another rank died, came too late, or called something else.
         """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"this HierarchicalReducer belongs to process {self._process}, which forked this "
-                f"one: make a new one here, or start processes with the method 'spawn'"
-            )
+        self._check_process()
         dtypes.check(arguments.tensor(tensor).dtype, op)
         name = dtypes.op_name(op)
         assert name is not None
@@ -215,7 +195,7 @@ class HierarchicalReducer:
 
         def job() -> None:
             data.load()
-            self._all_reduce(data.elements(), name)
+            self._run("all_reduce", data.elements(), name)
             data.store()
 
         if async_op:
@@ -225,7 +205,9 @@ class HierarchicalReducer:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self.all_reduce(torch.zeros(self.layout.columns, dtype=torch.uint8))
+        self._check_process()
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self._worker.call(partial(self._run, "barrier", nothing, "sum"))
 
     def close(self) -> None:
         """Leave the group: calls under way end with an error, and other ranks are told.
@@ -252,63 +234,102 @@ class HierarchicalReducer:
 
     # ---- within ----
 
-    def _all_reduce(self, data: Tensor, op: str) -> None:
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this HierarchicalReducer belongs to process {self._process}, which forked this "
+                f"one: make a new one here, or start processes with the method 'spawn'"
+            )
+
+    def _run(self, kind: str, data: Tensor, op: str) -> None:
         if self._failure is not None:
             raise self._failure
+        self._under_way.clear()
         try:
-            even = len({len(ranks) for ranks in self.layout.nodes}) == 1
-            # An average of averages, where all nodes have as many ranks.
-            step = "sum" if op == "avg" and not even else op
-            self._pieces(data, step)
-            if step != op:
-                data.div_(self.world_size)
+            if len(self.layout.nodes) > 1:
+                self._agree(kind, data, op)
+                if data.numel():
+                    self._pieces(data, op)
+            elif kind == "barrier":
+                self.local.barrier()
+            else:
+                self.local.all_reduce(data, op)
         except BaseException as error:
-            self._break(error)
+            if isinstance(error, Exception):
+                self._break(error)
+            else:  # a signal's: the calls after this one are not interrupted
+                self._interrupt()
+            # Nobody may write to the tensor when the call has ended; now that all is broken, what
+            # is under way ends at once.
+            wait(self._under_way, self.timeout)
             raise
 
+    def _agree(self, kind: str, data: Tensor, op: str) -> None:
+        call = Call.of(self.rank, kind, op, data, self._calls)
+        self._calls += 1
+        columns, nodes = self.layout.columns, len(self.layout.nodes)
+        agree(call, self.labels, self.local, self._network, columns, nodes)
+
     def _pieces(self, data: Tensor, op: str) -> None:
-        each = self._piece_bytes // data.element_size()
-        pieces = [self._slices(piece) for piece in torch.split(data, each)]
-        if len(pieces) <= 1:
-            for slices in pieces or [self._slices(data)]:
-                own = slices[self.local.rank]
-                if self.local.world_size > 1:
-                    self.local.reduce_scatter(own, slices, op)
-                self._carry(own, op)
-                if self.local.world_size > 1:
-                    self.local.all_gather(slices, own)
+        step, divisor = ("sum", self.world_size) if op == "avg" else (op, 1)
+        # The least and the greatest are exact in any type.
+        wide = torch.float32 if step == "sum" and dtypes.is_narrow(data.dtype) else data.dtype
+        parts = torch.split(data, self._piece_bytes // wide.itemsize)
+        if len(parts) == 1:
+            piece = self._piece(data, wide)
+            if self.local.world_size > 1:
+                self.local.reduce_scatter(piece.own, piece.slices, step)
+            self._carry(piece, step, divisor)
+            if self.local.world_size > 1:
+                self.local.all_gather(piece.results, piece.result)
             return
+        pieces: list[_Piece] = []
         scattered: list[Handle | None] = []
         carried: list[Future[None]] = []
         gathered: list[Handle | None] = []
-        for step in range(len(pieces) + 2):
-            if step < len(pieces):
-                slices = pieces[step]
+        for at in range(len(parts) + 2):
+            if at < len(parts):
+                pieces.append(piece := self._piece(parts[at], wide))
                 scattered.append(
-                    self.local.reduce_scatter(slices[self.local.rank], slices, op, async_op=True)
+                    self._follow(
+                        self.local.reduce_scatter(piece.own, piece.slices, step, async_op=True)
+                    )
                 )
-            if 1 <= step <= len(pieces):
-                _wait(scattered[step - 1])
-                own = pieces[step - 1][self.local.rank]
-                lane = (step - 1) % LANES
-                carried.append(self._carriers[lane].submit(partial(self._carry, own, op, lane)))
-            if step >= 2:
-                carried[step - 2].result()
-                slices = pieces[step - 2]
+            if 1 <= at <= len(parts):
+                _wait(scattered[at - 1])
+                lane = (at - 1) % LANES
+                carry = partial(self._carry, pieces[at - 1], step, divisor, lane)
+                carried.append(self._carriers[lane].submit(carry))
+                self._under_way.append(carried[-1])
+            if at >= 2:
+                carried[at - 2].result()
+                piece = pieces[at - 2]
                 gathered.append(
-                    self.local.all_gather(slices, slices[self.local.rank], async_op=True)
+                    self._follow(self.local.all_gather(piece.results, piece.result, async_op=True))
                 )
+                pieces[at - 2] = piece.without_sums()
         for handle in gathered:
             _wait(handle)
+
+    def _piece(self, data: Tensor, wide: torch.dtype) -> _Piece:
+        place = self.local.rank
+        results = self._slices(data)
+        slices = results if wide == data.dtype else self._slices(data.to(wide))
+        return _Piece(slices, slices[place], results, results[place])
 
     def _slices(self, piece: Tensor) -> list[Tensor]:
         """Return each local rank's part of a piece: none for ranks without a network."""
         empty = [piece[:0]] * (self.local.world_size - self.layout.columns)
         return cut(piece, self.layout.columns) + empty
 
-    def _carry(self, own: Tensor, op: str, lane: int = 0) -> None:
+    def _carry(self, piece: _Piece, op: str, divisor: int, lane: int = 0) -> None:
         if self._network is not None:
-            self._network.all_reduce(own, op, lane)
+            self._network.all_reduce(piece.own, op, lane, out=piece.result, divisor=divisor)
+
+    def _follow(self, handle: Handle | None) -> Handle | None:
+        assert handle is not None
+        self._under_way.append(handle.future)
+        return handle
 
     def _break(self, error: BaseException) -> None:
         """Have everyone's calls fail: this node's ranks, and the others' by their network."""
@@ -320,6 +341,27 @@ class HierarchicalReducer:
 
     def _interrupt(self) -> None:
         self._break(RuntimeError("a call of this HierarchicalReducer was interrupted"))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a tensor on its way.
+
+    Attributes:
+        slices: What each rank of the node adds, in the type of the sums.
+        own: This rank's of them.
+        results: The same parts of the tensor itself.
+        result: This rank's of them.
+    """
+
+    slices: list[Tensor]
+    own: Tensor
+    results: list[Tensor]
+    result: Tensor
+
+    def without_sums(self) -> _Piece:
+        """Return the piece when its sums are no longer needed: they may be twice the tensor."""
+        return _Piece(self.results, self.result, self.results, self.result)
 
 
 def _end(

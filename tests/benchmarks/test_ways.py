@@ -74,7 +74,8 @@ def test_committed_results_are_complete() -> None:
     for result in found:
         assert result.data["complete"]
         for measured in result.measured:
-            assert min(len(row["rounds"]) for row in measured["rows"]) >= 5
+            fewest = min(len(row["rounds"]) for row in measured["rows"])
+            assert fewest >= 5 or "--rounds" in result.data["command"]  # asked for, so said
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,9 @@ import torch
 
 from hfai import checkpoint
 from hfai.checkpoint.contents import CheckpointFiles
+from hfai.checkpoint.errors import is_damage
 from hfai.checkpoint.verify import verify
+from tests.checkpoint.test_manager import in_child
 from tests.checkpoint.training import Training, same
 
 # All bytes of all files:
@@ -162,3 +165,58 @@ def test_resume_falls_back_to_the_checkpoint_before_and_says_why(tmp_path: Path)
             warnings.simplefilter("ignore")
             with pytest.raises(checkpoint.DamagedCheckpointError):
                 manager.resume(*other.parts())
+
+
+class Grown(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(layers))
+
+
+def test_what_the_older_checkpoint_lacks_keeps_its_values(tmp_path: Path) -> None:
+    with checkpoint.CheckpointManager(tmp_path, asynchronous=False) as manager:
+        manager.save(1, Grown(1))
+        manager.save(2, Grown(2))
+        with CheckpointFiles(tmp_path / "step-00000002") as files:
+            ((_, piece),) = files.slices()["model/layers.1.weight"]
+        shard = tmp_path / "step-00000002" / "rank-00000.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[piece.begin + 900] ^= 1
+        shard.write_bytes(data)
+        model = Grown(2)
+        before = {name: tensor.clone() for name, tensor in model.layers[1].state_dict().items()}
+        with pytest.warns(UserWarning, match="layers.1.weight"):
+            loaded = manager.resume(model, strict=False)
+    assert loaded is not None
+    assert loaded.step == 1
+    assert loaded.missing == ("model/layers.1.weight", "model/layers.1.bias")
+    assert same(model.layers[1].state_dict(), before)
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "state.json", "rank-00000.safetensors"])
+def test_a_file_that_may_not_be_read_is_no_damage(name: str, open_place: Path) -> None:
+    manager = checkpoint.CheckpointManager(open_place, asynchronous=False)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.full((2,), float(step))})
+    (open_place / "step-00000002" / name).chmod(0)
+    state = {"w": torch.zeros(2)}
+
+    def work() -> None:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        for strict in (True, False):
+            with pytest.raises(PermissionError, match=name):
+                manager.resume(state, strict=strict)
+
+    assert in_child(work) == 0
+
+
+def test_errors_of_the_medium_are_damage_and_those_of_the_moment_are_not() -> None:
+    for number in (errno.EIO, errno.ENOENT, errno.EBADMSG):
+        assert is_damage(OSError(number, "x"))
+    for number in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM, errno.ETIMEDOUT):
+        assert not is_damage(OSError(number, "x"))
+    assert is_damage(EOFError())
+    assert is_damage(FileNotFoundError("a store's, without a number"))
+    assert not is_damage(ConnectionError("the store does not answer"))
+    assert not is_damage(MemoryError())

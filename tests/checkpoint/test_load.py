@@ -225,3 +225,87 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "many" / "step-00000001", {"w": torch.ones(1)})
     with pytest.raises(checkpoint.NoCheckpointError, match="directory of checkpoints: name one"):
         checkpoint.load(tmp_path / "many")
+
+
+def test_models_tied_at_the_save_and_not_at_the_load_are_all_filled(tmp_path: Path) -> None:
+    def make() -> list[nn.Module]:
+        return [nn.Sequential(*[nn.Linear(4, 4, bias=at % 2 == 0) for at in range(12)])
+                for _ in range(2)]  # fmt: skip
+
+    for _ in range(5):  # what a temporary's id was may be the next one's
+        tied, loose = make(), make()
+        for one, two in zip(*tied, strict=True):
+            two.weight = one.weight
+        checkpoint.save(tmp_path / "a", tied, rng=False)
+        checkpoint.load_into(tmp_path / "a", loose)
+        for one, two in zip(tied, loose, strict=True):
+            assert same(one.state_dict(), two.state_dict())
+
+
+def test_of_a_tensor_tied_here_and_not_there_the_last_name_counts(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(3), "y": torch.full((3,), 2.0)})
+    shared = torch.zeros(3)
+    checkpoint.load_into(tmp_path / "a", {"x": shared, "y": shared})
+    assert shared.tolist() == [2, 2, 2]
+    double = torch.zeros(3, dtype=torch.float64)
+    checkpoint.load_into(tmp_path / "a", {"x": double, "y": double}, cast=True)
+    assert double.tolist() == [2, 2, 2]
+
+
+class Rotary(nn.Module):
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+def test_what_no_checkpoint_fills_is_not_made_from_the_meta_device(tmp_path: Path) -> None:
+    model = Rotary()
+    checkpoint.save(tmp_path / "a", model, rng=False)
+    with torch.device("meta"):
+        empty, larger = Rotary(), Rotary(layers=2)
+    with pytest.raises(checkpoint.StateMismatchError, match=r"meta device .*: model/angles: give"):
+        checkpoint.load_into(tmp_path / "a", empty)
+    assert all(t.is_meta for t in (*empty.parameters(), *empty.buffers())), "as it was"
+    empty.angles = torch.arange(4.0)
+    checkpoint.load_into(tmp_path / "a", empty)
+    assert same(empty.state_dict(), model.state_dict())
+    larger.angles = torch.arange(4.0)
+    with pytest.raises(checkpoint.StateMismatchError, match=r"meta device .*layers.1.weight"):
+        checkpoint.load_into(tmp_path / "a", larger, strict=False)
+    with pytest.raises(checkpoint.StateMismatchError, match="has no memory"):
+        checkpoint.load_into(tmp_path / "a", {"layers.0.weight": torch.empty(4, 4, device="meta")})
+
+
+def test_values_of_a_state_dict_are_put_in_their_place(tmp_path: Path) -> None:
+    inner = torch.zeros(2)
+    saved = {"w": torch.ones(2), "n": 7, "in": {"x": 5, "t": torch.ones(2)}, 3: (1, "a")}
+    checkpoint.save(tmp_path / "a", saved)
+    state: dict[Any, Any] = {"w": torch.zeros(2), "n": 0, "in": {"x": 0, "t": inner}, 3: None}
+    loaded = checkpoint.load_into(tmp_path / "a", state)
+    assert (state["n"], state["in"]["x"], state[3]) == (7, 5, (1, "a"))
+    assert state["in"]["t"] is inner
+    assert (state["w"].tolist(), inner.tolist()) == ([1, 1], [1, 1])
+    assert (loaded.missing, loaded.unexpected) == ((), ())
+    del state["n"]
+    with pytest.raises(checkpoint.StateMismatchError, match="only in the checkpoint: model/n"):
+        checkpoint.load_into(tmp_path / "a", state)
+    state["m"] = 1
+    with pytest.raises(checkpoint.StateMismatchError, match="not in the checkpoint: model/m"):
+        checkpoint.load_into(tmp_path / "a", state)
+    assert state["m"] == 1
+
+
+def test_the_state_of_a_parameter_of_any_name_is_found(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ParameterDict({"$w": nn.Parameter(torch.ones(3))})
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = make()
+    model["$w"].sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    other, loaded = make()
+    checkpoint.load_into(tmp_path / "a", other, loaded)
+    assert torch.equal(loaded.state[other["$w"]]["exp_avg"],
+                       optimizer.state[model["$w"]]["exp_avg"])  # fmt: skip

@@ -147,7 +147,7 @@ def test_a_full_disk_in_the_background_is_raised_at_the_next_boundary(tmp_path: 
         manager.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         manager.save(2, state)
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"OSError: .*File too large"):
             ask_until_it_raises(manager)
         manager.close()
 
@@ -157,11 +157,9 @@ def test_a_full_disk_in_the_background_is_raised_at_the_next_boundary(tmp_path: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
-def test_lost_permission_is_an_error_that_names_the_place(tmp_path: Path) -> None:
-    directory = tmp_path / "runs"
+def test_lost_permission_is_an_error_that_names_the_place(open_place: Path) -> None:
+    directory = open_place / "runs"
     checkpoint.save(directory / "a", {"w": torch.ones(2)})
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
     directory.chmod(0o755)
 
     def work() -> None:
@@ -266,3 +264,88 @@ def test_no_thread_is_left_after_close(tmp_path: Path) -> None:
         manager.save(1, {"w": torch.zeros(LARGE)})
     assert set(threading.enumerate()) <= before
     assert manager._pool.allocated == 0
+
+
+def test_the_last_save_of_a_path_is_what_stays(tmp_path: Path) -> None:
+    large = {"w": torch.zeros(LARGE)}
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    first = checkpoint.save_async(tmp_path / "a", large, step=1, rng=False)
+    second = checkpoint.save_async(tmp_path / "a", {"w": torch.ones(2)}, step=2, rng=False)
+    assert first.done(), "one after the other: buffers are counted once"
+    second.wait()
+    assert checkpoint.load(tmp_path / "a")["step"] == 2
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(7, large)
+        checkpoint.save(link / "step-00000007", {"w": torch.ones(2)}, step=8)
+    assert checkpoint.load(tmp_path / "step-00000007")["step"] == 8
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+    handle = checkpoint.save_async(tmp_path / "a", {"w": torch.zeros(LARGE)}, rng=False)
+    assert in_child(lambda: checkpoint.save(tmp_path / "b", {"w": torch.ones(2)}, rng=False)) == 0
+    handle.wait()
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_what_changes_beside_the_optimizers_step_is_of_the_moment(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3000, 3000), torch.nn.BatchNorm1d(3000))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0))
+    expected = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        handle = checkpoint.save_async(tmp_path / "a", model.state_dict(), optimizer)
+        model[1](torch.ones(2, 3000))
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        optimizer.param_groups[0]["betas"] = (0, 0)
+    handle.wait()
+    loaded = checkpoint.load(tmp_path / "a")
+    assert {name: bits(tensor) for name, tensor in loaded["model"].items()} == expected
+    group = loaded["optimizer"]["param_groups"][0]
+    assert (float(group["lr"]), group["betas"]) == (1.0, (0.9, 0.999))
+
+
+def test_tied_buffers_stay_tied_and_no_hooks_pile_up(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    shared = torch.ones(3)
+    for module in model.values():
+        module.register_buffer("x", shared)
+    model["a"].register_buffer("of_weight", model["a"].weight.detach())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        handle = checkpoint.save_async(tmp_path / "a", model, optimizer)
+        while not handle.done():
+            time.sleep(0.001)
+        optimizer.step()
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
+    handle.wait()
+    assert not optimizer._optimizer_step_pre_hooks
+    loaded = checkpoint.load(tmp_path / "a")["model"]
+    assert loaded["a.x"] is loaded["b.x"]
+    assert loaded["a.weight"] is loaded["a.of_weight"]
+
+
+def save_in_block(path: Path, error: type[Exception] | None = None) -> None:
+    with CheckpointManager(path) as manager:
+        manager.save(1, {"w": torch.zeros(LARGE)})
+        if error is not None:
+            raise error
+
+
+def test_a_failed_save_does_not_hide_the_users_exception(tmp_path: Path) -> None:
+    def work() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        expected = r"last checkpoint was not written: .*File too large"
+        with pytest.warns(UserWarning, match=expected), pytest.raises(ZeroDivisionError):
+            save_in_block(tmp_path / "a", ZeroDivisionError)
+        with pytest.raises(checkpoint.CheckpointError, match="File too large") as caught:
+            save_in_block(tmp_path / "a")
+        assert isinstance(caught.value.__cause__, OSError)
+
+    assert in_child(work) == 0
+
+
+@pytest.mark.parametrize("options", [{"threads": -1}, {"timeout": 0}])
+def test_a_save_with_arguments_that_make_no_sense_is_refused(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        checkpoint.save(tmp_path / "a", {"w": torch.ones(1)}, **options)

@@ -280,6 +280,63 @@ def test_an_error_of_one_rank_is_told_to_all_and_the_old_checkpoint_stays(
         assert verify(files, 1) == []
 
 
+def apart(rank: int, world: int, store: str, directory: str) -> list[Any]:
+    """Give bad arguments on one rank, then save; and tie what is a rank's own."""
+    start(rank, world, store)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    found: list[Any] = []
+
+    def attempt(path: str, **options: Any) -> None:
+        try:
+            checkpoint.save(path, model, **{"timeout": 20, "threads": 1, **options})
+        except Exception as error:
+            found.append(str(error))
+
+    bad = rank == 1
+    attempt("" if bad else f"{directory}/a")
+    attempt(f"{directory}/a", step="x" if bad else 1)
+    attempt(f"{directory}/a", threads=-1 if bad else 1)
+    with checkpoint.CheckpointManager(f"{directory}/m", threads=1, timeout=20) as manager:
+        try:
+            manager.save("x" if bad else 1, model)  # type: ignore[arg-type]
+        except Exception as error:
+            found.append(str(error))
+        try:  # once more, at the boundary at which a rank that has begun learns of it
+            while not manager.should_save(2):
+                dist.barrier()
+        except Exception as error:
+            found.append(str(error))
+        manager.save(2, model)
+        manager.wait()
+        found.append(manager.steps())
+    average = torch.full((3,), float(rank))
+    with torch.no_grad():
+        model.bias.fill_(rank)
+    own = {"one": average, "other": average, "bias": model.bias}
+    attempt(f"{directory}/a", per_rank=own, step=7)
+    dist.barrier()
+    loaded = checkpoint.load_into(f"{directory}/a", model)
+    for values in (loaded.per_rank, checkpoint.load(f"{directory}/a")["per_rank"]):
+        found.append([values[name].tolist() for name in ("one", "other", "bias")])
+    found.append(loaded.step)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_rank_with_bad_arguments_stays_with_the_others_and_its_own_tensors_are_its_own(
+    tmp_path: Path,
+) -> None:
+    words = ("path is empty", "step is 'x'", "threads is -1", "step is 'x'", "step is 'x'")
+    for rank, found in enumerate(run(apart, 2, str(tmp_path), timeout=60)):
+        for said, expected in zip(found[:5], words, strict=True):
+            assert expected in said
+            assert rank == 1 or "failed on rank 1" in said
+        own = [[float(rank)] * 3] * 3
+        assert found[5:] == [[2], own, own, 7]
+
+
 def missing(rank: int, world: int, store: str, directory: str) -> str:
     start(rank, world, store)
     if rank == 1:
@@ -373,3 +430,46 @@ def test_ranks_decide_by_time_alike_and_fall_back_together(tmp_path: Path) -> No
     saved, resumed = found[0]
     assert len(saved) >= 2
     assert resumed == saved[-2]
+
+
+class Grown(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+
+
+def grown(mesh: DeviceMesh, layers: int) -> Any:
+    model = Grown(layers)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def falling_back(rank: int, world: int, store: str, directory: str) -> Any:
+    start(rank, world, store)
+    mesh = DeviceMesh("cpu", list(range(world)))
+    manager = checkpoint.CheckpointManager(directory, threads=1, timeout=20, asynchronous=False)
+    for layers in (1, 2):
+        manager.save(layers, grown(mesh, layers))
+    if rank == 0:
+        path = Path(directory) / "step-00000002"
+        with CheckpointFiles(path) as files:
+            ((index, piece),) = [
+                found for found in files.slices()["model/layers.1.weight"] if found[0].rank == 1
+            ]
+        with open(path / index.file, "r+b") as file:
+            file.seek(piece.begin)
+            file.write(b"damage")
+    dist.barrier()
+    fresh = grown(mesh, 2)
+    layer = fresh.layers[1]
+    before = {name: tensor.to_local().clone() for name, tensor in layer.state_dict().items()}
+    with pytest.warns(UserWarning, match="damaged"):
+        loaded: Any = manager.resume(fresh, strict=False)
+    after = {name: tensor.to_local() for name, tensor in layer.state_dict().items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return loaded.step, same(after, before)
+
+
+def test_damage_that_one_rank_sees_leaves_no_values_on_any(tmp_path: Path) -> None:
+    assert run(falling_back, 2, str(tmp_path)) == [(1, True), (1, True)]

@@ -67,7 +67,17 @@ class Thing:
     pass
 
 
-@pytest.mark.parametrize("value", [Thing(), lambda: 0, Path("/x"), np.array(["a"]), object])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Thing(),
+        lambda: 0,
+        Path("/x"),
+        np.array(["a"]),
+        object,
+        np.ma.masked_array([1.0, 2.0], [0, 1]),
+    ],
+)
 def test_an_object_is_refused_with_the_way_to_it(value: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="others/loader/1 is a"):
         checkpoint.save(tmp_path / "a", None, others={"loader": [0, value]})
@@ -84,3 +94,18 @@ def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
 def test_reserved_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'optimizer', which is the checkpoint's own"):
         checkpoint.save(tmp_path / "a", None, others={"optimizer": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.zeros(2, np.longdouble), "others/x is an array of .*: convert it to float64"),
+        (10**5000, "others/x is an int of 16610 bits: .*give bytes"),
+    ],
+    ids=["long double", "long int"],
+)
+def test_numbers_that_no_file_takes_are_refused_by_name(
+    value: Any, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        checkpoint.save(tmp_path / "a", {"w": torch.ones(1)}, others={"x": value})

@@ -81,6 +81,20 @@ def test_verify_exits_with_1_and_names_what_is_damaged(
     assert checkpoint.load(path, verify=False)["model"]["w"].shape == (5000,)
 
 
+def test_verify_of_a_directory_names_a_checkpoint_without_its_commit_record(
+    tmp_path: Path, run: Run
+) -> None:
+    for name in ("a", "b"):
+        checkpoint.save(tmp_path / name, {"w": torch.ones(3)}, rng=False)
+    (tmp_path / "b" / "COMMIT").unlink()
+    out, err = run("verify", tmp_path, code=1)
+    assert f"{tmp_path}/b/COMMIT is missing: without it there is no checkpoint" in err
+    assert f"{tmp_path}/a: " in out
+    (tmp_path / "a" / "COMMIT").unlink()
+    found = json.loads(run("verify", tmp_path, "--json", code=1)[0])
+    assert found["damaged"] == 2
+
+
 def test_diff_exits_with_3_where_tensors_differ(runs: Path, run: Run) -> None:
     one, two = runs / "step-00000001", runs / "step-00000002"
     assert "0 differ" in run("diff", one, one)[0]
@@ -114,6 +128,9 @@ def test_convert_from_torch_and_to_safetensors(runs: Path, tmp_path: Path, run: 
         "convert", tmp_path / "pickled.pt", tmp_path / "x", code=1
     )[1]  # fmt: skip
     assert not (tmp_path / "x").exists()
+    torch.save({"model": model.state_dict(), "rng": [1, 2]}, tmp_path / "rng.pt")
+    run("convert", tmp_path / "rng.pt", tmp_path / "rng")
+    assert checkpoint.load(tmp_path / "rng")["rng_"] == [1, 2], "the name is a checkpoint's own"
 
 
 def test_convert_from_torchs_distributed_checkpoint(tmp_path: Path, run: Run) -> None:

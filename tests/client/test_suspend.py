@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hfai import client
+from hfai.client.listener import Listener
 from tests.client.scripts import end, output, running
 
 ASKS = (signal.SIGTERM, signal.SIGUSR1)
@@ -461,3 +463,24 @@ def test_many_signals_at_once_are_one_request() -> None:
             for number in ASKS:
                 os.kill(process.pid, number)
         assert end(process)[0] == 75
+
+
+class Late(tuple[signal.Signals, ...]):
+    """Signals, one of which comes when the first one's handler is about to be set."""
+
+    def __iter__(self) -> Iterator[signal.Signals]:
+        signal.raise_signal(self[0])
+        return super().__iter__()
+
+
+def test_a_signal_between_two_listeners_is_heard_by_the_second() -> None:
+    first, second = (Listener([signal.SIGUSR1], None) for _ in range(2))
+    first.start()
+    second.signals = Late(second.signals)
+    try:
+        second.start()
+        first.stop()
+        assert second.listen() == "SIGUSR1"
+    finally:
+        second.stop()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

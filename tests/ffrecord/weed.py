@@ -111,6 +111,10 @@ class Server:
         """Leave connections open and answer nothing, or go on."""
         assert self.process
         self.process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+        # On a busy machine threads that are at work go on for a while after the signal was sent.
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while paused and any(_state(thread) != "T" for thread in threads.iterdir()):
+            time.sleep(0.01)
 
     def _answers(self) -> bool:
         try:
@@ -155,3 +159,11 @@ class Server:
             client_options={"allow_http": True, "timeout": "5s"},
             retry_config=retry or None,
         )
+
+
+def _state(thread: Path) -> str:
+    """Return a thread's state as /proc writes it, "T" where it is stopped or has ended."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "T"

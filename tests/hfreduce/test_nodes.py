@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import hfreduce
-from hfreduce.nodes import Layout
+from hfreduce.layout import Layout
 from tests.hfreduce.ranks import Ranks, leftovers, run
 
 PIECE = 64 << 10
@@ -30,6 +31,7 @@ def connected(
     nodes: Sequence[int],
     timeout: float = 20,
     piece_bytes: int = PIECE,
+    name: str = "nodes",
 ) -> hfreduce.HierarchicalReducer:
     """Return a rank's reducer; `nodes[rank]` is where it pretends to be."""
     os.environ["HFREDUCE_NODE"] = str(nodes[rank])
@@ -37,7 +39,7 @@ def connected(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     files = dist.FileStore(store, world)
     return hfreduce.HierarchicalReducer(
-        files, rank, world, timeout=timeout, piece_bytes=piece_bytes
+        files, rank, world, timeout=timeout, piece_bytes=piece_bytes, name=name
     )
 
 
@@ -47,35 +49,32 @@ def data(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def defined(parts: list[Tensor], nodes: Sequence[int], op: str) -> Tensor:
-    """Return the result as it is defined: rounded once in each node and once between them."""
-
-    def combined(tensors: list[Tensor]) -> Tensor:
-        wide = torch.float32 if tensors[0].is_floating_point() else tensors[0].dtype
-        total = tensors[0].to(wide)
-        for tensor in tensors[1:]:
-            total = (
-                torch.maximum(total, tensor.to(wide)) if op == "max" else total + tensor.to(wide)
-            )
-        return (total / len(tensors) if op == "avg" else total).to(tensors[0].dtype)
-
+    """Return the result as it is defined: by node, then by nodes, and rounded once."""
+    wide = torch.float32 if parts[0].is_floating_point() else parts[0].dtype
+    combine = torch.maximum if op == "max" else torch.add
     of_node = [
-        combined([part for part, at in zip(parts, nodes, strict=True) if at == node])
+        reduce(combine, [p.to(wide) for p, at in zip(parts, nodes, strict=True) if at == node])
         for node in sorted(set(nodes))
     ]
-    return combined(of_node)
+    total = reduce(combine, of_node)
+    return (total / len(parts) if op == "avg" else total).to(parts[0].dtype)
 
 
 def sums(rank: int, world: int, store: str, nodes: list[int]) -> tuple[int, int]:
     group = connected(rank, world, store, nodes)
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
-        for count in (0, 1, 1000, 16_385, 300_001):
+        for count in (0, 1, 1000, 100_001):
             parts = [data(peer, count, dtype) for peer in range(world)]
             for op in ("sum", "max", "avg"):
-                if op == "avg" and (not dtype.is_floating_point or len(set(nodes)) != 2):
+                if op == "avg" and not dtype.is_floating_point:
                     continue
                 result = parts[rank].clone()
                 group.all_reduce(result, op)
                 assert torch.equal(result, defined(parts, nodes, op)), (dtype, count, op)
+    # Where the sum is more than the type holds, and the average is not.
+    large = torch.full((50_001,), 30_000, dtype=torch.float16)
+    group.all_reduce(large, "avg")
+    assert (large == 30_000).all()
     group.barrier()
     return group.layout.columns, len(group.layout.nodes)
 
@@ -88,21 +87,7 @@ def sums(rank: int, world: int, store: str, nodes: list[int]) -> tuple[int, int]
 def test_sums_have_the_defined_bits_on_every_rank_of_every_node(
     nodes: list[int], layout: tuple[int, int]
 ) -> None:
-    function = uneven if len({nodes.count(node) for node in nodes}) > 1 else sums
-    assert run(function, len(nodes), nodes) == [layout] * len(nodes)
-
-
-def uneven(rank: int, world: int, store: str, nodes: list[int]) -> tuple[int, int]:
-    group = connected(rank, world, store, nodes)
-    for count in (1, 1000, 300_001):
-        parts = [data(peer, count, torch.float32) for peer in range(world)]
-        for op in ("sum", "max", "avg"):
-            result = parts[rank].clone()
-            group.all_reduce(result, op)
-            expected = defined(parts, nodes, "sum" if op == "avg" else op)
-            assert torch.equal(result, expected / world if op == "avg" else expected)
-    group.barrier()
-    return group.layout.columns, len(group.layout.nodes)
+    assert run(sums, len(nodes), nodes) == [layout] * len(nodes)
 
 
 def in_order(rank: int, world: int, store: str) -> None:
@@ -124,8 +109,8 @@ def test_asynchronous_calls_and_strided_tensors_are_reduced_in_order() -> None:
 
 
 def dies(rank: int, world: int, store: str) -> tuple[str, float]:
-    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=15)
-    tensor = torch.ones(2_000_000)
+    group = connected(rank, world, store, [0, 0, 1, 1], timeout=15)
+    tensor = torch.ones(500_000)
     group.all_reduce(tensor)
     for turn in range(10**6):
         if rank == 3 and turn == 5:
@@ -141,8 +126,8 @@ def dies(rank: int, world: int, store: str) -> tuple[str, float]:
 
 
 def test_when_a_node_loses_a_rank_every_other_rank_raises_and_nothing_is_left() -> None:
-    ended = Ranks(dies, 6).join()
-    for rank in (0, 1, 2, 4, 5):
+    ended = Ranks(dies, 4).join()
+    for rank in (0, 1, 2):
         assert not ended[rank].error, ended[rank].text
         text, seconds = ended[rank].value
         assert seconds < 5, text
@@ -152,7 +137,7 @@ def test_when_a_node_loses_a_rank_every_other_rank_raises_and_nothing_is_left() 
 
 
 def stops(rank: int, world: int, store: str) -> float:
-    group = connected(rank, world, store, [0, 0, 1], timeout=3)
+    group = connected(rank, world, store, [0, 0, 1], timeout=1.5)
     group.all_reduce(torch.ones(10))
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -171,7 +156,7 @@ def test_a_node_that_hangs_is_named_within_the_timeout() -> None:
     ended = ranks.join(5)
     for rank in (0, 1):
         assert not ended[rank].error, ended[rank].text
-        assert ended[rank].value < 3.5
+        assert ended[rank].value < 2.5
 
 
 def test_a_layout_has_as_many_columns_as_the_smallest_node_has_ranks() -> None:
@@ -186,6 +171,8 @@ def refusals(rank: int, world: int, store: str) -> None:
         hfreduce.HierarchicalReducer(files, rank, world, network="carrier pigeons")
     with pytest.raises(ValueError, match="piece_bytes=3 is less"):
         hfreduce.HierarchicalReducer(files, rank, world, piece_bytes=3)
+    with pytest.raises(ConnectionError, match=r"rank 1 network='gloo', piece_bytes=65600"):
+        connected(rank, world, store, [0, 1], piece_bytes=PIECE + 64 * rank)
     group = connected(rank, world, store, [0, 1])
     with pytest.raises(TypeError, match="complex64 cannot be reduced"):
         group.all_reduce(torch.ones(3, dtype=torch.complex64))
@@ -202,6 +189,99 @@ def refusals(rank: int, world: int, store: str) -> None:
 
 def test_what_makes_no_sense_is_refused_in_words() -> None:
     run(refusals, 2)
+
+
+EXPECTED = [
+    "all_reduce (sum) of 100 int32",
+    "all_reduce (max) of 100 float32",
+    "all_reduce (sum) of 200 float32",
+    "all_reduce (sum) of 100000 float32",
+    "all_reduce (sum) of 0 float32",
+    "barrier",
+]
+ONES = torch.ones(100)
+CALLS = {
+    "dtype": (torch.ones(100, dtype=torch.int32), "sum"),
+    "op": (ONES, "max"),
+    "size": (torch.ones(200), "sum"),
+    "pieces": (torch.ones(100_000), "sum"),
+    "nothing": (torch.ones(0), "sum"),
+}
+
+
+def differ(rank: int, world: int, store: str) -> list[tuple[str, int]]:
+    texts = []
+    for who in ((3, 4), (4,), (2,)):  # a node; one with a network; one without
+        for name, (tensor, op) in {**CALLS, "barrier": (ONES, "")}.items():
+            group = connected(rank, world, store, [0, 0, 0, 1, 1], name=f"{name} {who}")
+            given, asked = (tensor.clone(), op) if rank in who else (ONES.clone(), "sum")
+            with pytest.raises(hfreduce.MismatchError) as raised:
+                group.all_reduce(given, asked) if asked else group.barrier()
+            assert torch.equal(given, tensor if rank in who else ONES), "something has moved"
+            with pytest.raises(hfreduce.MismatchError):
+                group.all_reduce(ONES.clone())
+            texts.append((str(raised.value), raised.value.rank))
+            group.close()
+    return texts
+
+
+def test_ranks_that_call_different_things_all_learn_what_before_anything_moves() -> None:
+    for rank, texts in enumerate(run(differ, 5)):
+        assert len(texts) == 18
+        for at, (text, blamed) in enumerate(texts):
+            first = ((3, 4), (4,), (2,))[at // 6][0]
+            assert "all_reduce (sum) of 100 float32" in text
+            assert f"rank {first} (pid" in text
+            assert blamed == (0 if rank in ((3, 4), (4,), (2,))[at // 6] else first)
+        for (text, _), expected in zip(texts, EXPECTED * 3, strict=True):
+            assert f"{expected} (call 0)" in text
+
+
+def interrupted(rank: int, world: int, store: str) -> float:
+    seconds = 0.0
+    for count in (10, 100_000):
+        group = connected(rank, world, store, [0, 1], name=str(count))
+        group.barrier()
+        tensor = torch.ones(count)
+        start = time.monotonic()
+        if rank == 0:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                group.all_reduce(tensor)
+            with pytest.raises(RuntimeError, match="was interrupted"):
+                group.all_reduce(tensor)
+            seconds = max(seconds, time.monotonic() - start)
+        else:
+            time.sleep(0.4)
+            with pytest.raises(hfreduce.PeerError, match="rank 0"):
+                group.all_reduce(tensor)
+        group.close()
+    return seconds
+
+
+def test_a_signal_ends_a_wait_for_another_node_at_once() -> None:
+    assert run(interrupted, 2)[0] < 0.2 + 0.5
+
+
+def unreached(rank: int, world: int, store: str) -> tuple[str, str, str]:
+    os.environ["HFREDUCE_NODE"] = str(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    files = dist.FileStore(store, world)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=world)
+    state = hfreduce.HookState(network="gloo")
+    said = str(hfreduce.explain(state.reducer))
+    dist.barrier()
+    dist.destroy_process_group()
+    return state.unreached("cpu"), state.unreached("cuda"), said
+
+
+def test_where_gradients_of_gpus_go_between_nodes_is_said() -> None:
+    for cpu, cuda, said in run(unreached, 2):
+        assert not cpu
+        assert "those on a cuda device go by the process group" in cuda
+        assert "memory within a machine, gloo between them, by 1 rank(s) of each" in said
+        assert "the machines' ranks: [0]; [1]" in said
 
 
 # ---- real network namespaces, each behind its own link ----
@@ -228,7 +308,7 @@ def sent() -> int:
 def apart(rank: int, world: int, store: str, names: list[str], kill: bool) -> tuple[float, str]:
     links.enter(names[rank // 2])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=5, piece_bytes=1 << 20)
+    group = connected(rank, world, store, [0, 0, 1, 1, 2, 2], timeout=2, piece_bytes=1 << 20)
     parts = [data(peer, 1_000_003, torch.float32) for peer in range(world)]
     tensor = parts[rank].clone()
     group.all_reduce(tensor)
@@ -266,5 +346,5 @@ def test_a_node_whose_link_is_cut_is_named_within_the_timeout(namespaces: list[s
     for end in ranks.join(10)[:4]:
         assert not end.error, end.text
         seconds, text = end.value
-        assert seconds < 5.5
+        assert seconds < 3
         assert "rank 4" in text or "rank 5" in text or "lost another node" in text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send CPU tensors the way of CUDA ones."""
     monkeypatch.setattr(call, "also_on_cpu", True)
     monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 0)
+    monkeypatch.setattr(dispatch, "INSTEAD_OF_ONE_OPERATOR", True)
 
 
 def pair(*arguments: Any, **keywords: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
@@ -439,13 +440,116 @@ def test_what_is_torchs_is_named_with_the_reason(keywords: dict[str, Any], words
 
 
 def test_small_inputs_in_inference_are_torchs(fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 1 << 29)
+    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", B * L * E**2 + 1)
+    torchs, ours = pair(E, H, batch_first=True)
+    x, key = torch.randn(B, L, E), torch.randn(B, S, E)
+    for training, given in itertools.product((True, False), ((x, x, x), (x, key, key))):
+        torchs.train(training), ours.train(training)
+        assert is_covered(ours, *given)
+        with torch.no_grad():
+            assert not is_covered(ours, *given)
+            assert_same_bits(list(ours(*given)), list(torchs(*given)))
+    ours.requires_grad_(False)
+    assert not is_covered(ours, x, x, x)
+    assert is_covered(ours, x.requires_grad_(), x, x)
+    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", B * L * E**2)
+    with torch.no_grad():
+        assert is_covered(ours, x, x, x)
+
+
+def test_torchs_one_operator_for_evaluation_is_left_alone(
+    fused: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "INSTEAD_OF_ONE_OPERATOR", False)
     torchs, ours = (module.eval() for module in pair(E, H, batch_first=True))
-    x = torch.randn(B, L, E)
+    x, key = torch.randn(B, L, E), torch.randn(B, S, E)
     assert is_covered(ours, x, x, x)
     with torch.no_grad():
         assert not is_covered(ours, x, x, x)
         assert_same_bits(list(ours(x, x, x)), list(torchs(x, x, x)))
+        assert is_covered(ours, x, key, key)  # which torch makes of several operators
+
+
+def test_a_checkpoint_with_dropout_draws_the_same_without_gradients_and_with(
+    fused: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 1 << 60)
+    _, ours = pair(E, H, batch_first=True, dropout=0.5)
+    x = _leaf(L, True)
+    found = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert is_covered(ours, x, x, x, need_weights=False)
+            torch.manual_seed(3)
+            found.append(ours(x, x, x, need_weights=False)[0].detach())
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(257, 8), (8, 257)])
+def test_longer_sequences_than_were_measured_are_torchs(
+    fused: None, queries: int, keys: int
+) -> None:
+    torchs, ours = pair(E, H, batch_first=True)
+    query, key = _leaf(queries, True), _leaf(keys, True)
+    for need_weights in (True, False):
+        given = {"need_weights": need_weights}
+        assert not is_covered(ours, query, key, key, **given)
+        assert is_covered(ours, query[:, :8], key[:, :256], key[:, :256], **given)
+        expected = results(torchs, (query, key, key), False, **given)
+        assert_same_bits(results(ours, (query, key, key), False, **given), expected)
+    assert "longer than what was measured" in str(
+        dispatch.why_torchs(queries, keys, torch.bfloat16, by_torchs_node=False)
+    )
+
+
+def test_dropped_weights_without_masks_run_here_at_any_length(fused: None) -> None:
+    _, ours = pair(E, H, batch_first=True, dropout=0.5)
+    x = _leaf(300, True)
+    assert is_covered(ours, x, x, x, need_weights=False)
+    padding = torch.zeros(B, 300, dtype=torch.bool)
+    assert not is_covered(ours, x, x, x, need_weights=False, key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("queries", "keys"), [(320, 320), (64, 576)])
+def test_the_way_behind_the_limit_of_lengths_is_right(
+    fused: None, monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, batch_first: bool
+) -> None:
+    monkeypatch.setattr(dispatch, "LONGEST", 1 << 20)
+    torchs, ours = pair(E, H, batch_first=batch_first)
+    query = _leaf(queries, batch_first)
+    key = query if queries == keys else _leaf(keys, batch_first)
+    padding = torch.arange(keys) >= torch.tensor([[keys], [70], [5]])
+    for options in ({}, {"key_padding_mask": padding}, {"need_weights": False}):
+        assert is_covered(ours, query, key, key, **options)
+        expected = results(torchs, (query, key, key), False, **options)
+        for one, other in zip(
+            results(ours, (query, key, key), False, **options), expected, strict=True
+        ):
+            if one is not None and other is not None:
+                assert (one - other).norm() <= 1e-4 * other.norm() + 1e-4
+
+
+@pytest.fixture
+def switch() -> Iterator[Any]:
+    """torch's place of the switch for TF32, which is set back after the test."""
+    place = torch.backends.cuda.matmul
+    before = place.allow_tf32
+    yield place
+    place.allow_tf32 = before
+
+
+def test_fp32_without_tf32_is_torchs(switch: Any) -> None:
+    switch.allow_tf32 = False
+    found = [
+        dispatch.why_torchs(8, 8, dtype, by_torchs_node=drops)
+        for dtype in (torch.float32, torch.bfloat16)
+        for drops in (True, False)
+    ]
+    assert all("without TF32" in str(reason) for reason in found[:2])
+    assert found[2:] == [None, None]
+    switch.allow_tf32 = True
+    assert dispatch.why_torchs(8, 8, torch.float32, by_torchs_node=False) is None
 
 
 def test_heads_of_sizes_that_no_fused_kernel_takes_are_torchs(fused: None) -> None:

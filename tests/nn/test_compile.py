@@ -57,13 +57,13 @@ class _Model(nn.Module):
         return self.layer(*inputs)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_without_a_graph_break_gives_right_values_and_gradients(
-    operator: Operator, device: torch.device, backend: str
+    operator: Operator, device: torch.device
 ) -> None:
     operator.require("fullgraph")
     layer, inputs = operator.build(device), operator.inputs(device)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    # "eager" would trace the same and check less.
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     results = run(compiled, inputs, layer.named_parameters())
     expected = run_reference(operator.case, layer, inputs)
     assert_close(results, expected, operator.case, torch.float32)

@@ -16,6 +16,7 @@ from torch import nn
 
 from hfai.nn import to_hfai, to_torch
 from tests.nn.operator_cases import (
+    CASES,
     Operator,
     OperatorCase,
     assert_close,
@@ -106,23 +107,24 @@ def test_a_missing_and_an_unexpected_key_are_reported(operator: Operator) -> Non
     assert outcome.unexpected_keys == ["surplus"]
 
 
-def test_what_was_saved_loads_where_hfai_is_not_installed(
-    case: OperatorCase, tmp_path: Path
-) -> None:
-    layer = Operator(case, "hfai").build()
-    torch.save(layer.state_dict(), tmp_path / "state.pt")
-    torch.save(to_torch(layer), tmp_path / "model.pt")
+def test_what_was_saved_loads_where_hfai_is_not_installed(tmp_path: Path) -> None:
+    for i, case in enumerate(CASES):  # in one process, for it is the start that takes long
+        layer = Operator(case, "hfai").build()
+        torch.save(layer.state_dict(), tmp_path / f"{i}-state.pt")
+        torch.save(to_torch(layer), tmp_path / f"{i}-model.pt")
     program = (
-        "import sys; sys.modules['hfai'] = None; import torch; folder = sys.argv[1]\n"
-        "model = torch.load(folder + '/model.pt', weights_only=False)\n"
-        "model.load_state_dict(torch.load(folder + '/state.pt', weights_only=True), strict=True)\n"
-        "print(type(model).__module__)"
+        "import sys; sys.modules['hfai'] = None; import torch\n"
+        "for i in range(int(sys.argv[2])):\n"
+        "    name = f'{sys.argv[1]}/{i}'\n"
+        "    model = torch.load(name + '-model.pt', weights_only=False)\n"
+        "    state = torch.load(name + '-state.pt', weights_only=True)\n"
+        "    model.load_state_dict(state, strict=True)\n"
+        "    print(type(model).__module__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", program, str(tmp_path), str(len(CASES))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == case.torch_class.__module__
+    assert done.stdout.split() == [case.torch_class.__module__ for case in CASES]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

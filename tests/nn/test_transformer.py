@@ -23,6 +23,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send CPU tensors the way of CUDA ones, and small inputs the way of large ones."""
     monkeypatch.setattr(call, "also_on_cpu", True)
     monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 0)
+    monkeypatch.setattr(dispatch, "INSTEAD_OF_ONE_OPERATOR", True)
     monkeypatch.setattr(transformer, "LEAST_WORK_IN_EVALUATION", 0)
 
 
@@ -104,10 +105,8 @@ def test_in_evaluation_the_parts_are_called_where_torch_reads_their_weights(fuse
         assert whole not in operators(to_hfai(copy.deepcopy(torchs)), x)
 
 
-def test_small_inputs_in_evaluation_are_torchs(
-    fused: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformer, "LEAST_WORK_IN_EVALUATION", 1 << 32)
+def test_evaluation_is_torchs_one_operator(fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer, "LEAST_WORK_IN_EVALUATION", math.inf)
     layer = to_hfai(encoder_layer()).eval()
     with torch.no_grad():
         found = operators(layer, torch.randn(B, L, E))

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hfai.checkpoint import state
-from hfai.checkpoint.contents import CheckpointFiles
+from hfai.checkpoint.contents import CheckpointFiles, read_unreplaced
 from hfai.checkpoint.handle import SaveHandle
+from hfai.checkpoint.into import id_of
 from hfai.checkpoint.loading import load_values
+from hfai.checkpoint.parts import find_aliases, need_stored
 from hfai.checkpoint.peers import TIMEOUT, Peers
 from hfai.checkpoint.saver import Saver, Take
 from hfai.checkpoint.staging import HostPool
@@ -80,7 +82,7 @@ def save(
         OSError: This rank could not write.
     """
     saver = _saver(group, threads, timeout)
-    location = locate(path, storage)
+    location = _locate(saver, path, storage)
 
     def take() -> state.Captured:
         return state.capture(
@@ -114,8 +116,9 @@ def save_async(
     The state is copied to buffers of the host, chunk by chunk and from GPUs on a stream of their
     own, and written from there by threads. The optimizer's next step waits until the copies are
     made, and a save that is running is waited for first; whoever changes parameters otherwise calls
-    `wait_staged` of the handle before. Without a torch optimizer that can wait, the call itself
-    returns when they are made.
+    `wait_staged` of the handle before. All else (buffers, options such as the learning rate, the
+    members of a plain state dict that are no parameters of the optimizer) may be changed at once.
+    Without a torch optimizer that can wait, the call itself returns when they are made.
 
     Args:
         path: As for `save`, and so are all others up to `timeout`.
@@ -132,8 +135,8 @@ def save_async(
         threads: …
         storage: …
         timeout: …
-        host_budget: Bytes of buffers in this rank; with less than the state, copying waits for
-            writing.
+        host_budget: Bytes of buffers in this rank, for all saves together; with less than the
+            state, copying waits for writing.
         pool: Buffers to use, of an earlier save; `host_budget` then means nothing.
 
     Returns:
@@ -146,7 +149,7 @@ def save_async(
         OSError: This rank could not begin.
     """
     saver = _saver(group, threads, timeout)
-    location = locate(path, storage)
+    location = _locate(saver, path, storage)
 
     def take() -> state.Captured:
         return state.capture(
@@ -154,7 +157,8 @@ def save_async(
         )
 
     if pool is None:
-        pool = HostPool(host_budget)
+        with saver.failing_together():
+            pool = HostPool(host_budget)
     return begin(saver, location, take, step, epoch, pool, optimizer)
 
 
@@ -168,15 +172,18 @@ def begin(
     optimizer: Any,
 ) -> SaveHandle:
     """Start a save in the background; see `save_async`."""
-    optimizers = state.as_list(optimizer, "optimizer") or []
+    with saver.failing_together():
+        optimizers = state.as_list(optimizer, "optimizer") or []
     can_wait = bool(optimizers) and all(isinstance(o, torch.optim.Optimizer) for o in optimizers)
     guarded = False
 
     def take_loose() -> state.Captured:
         nonlocal guarded
         captured = take()
+        for name, tensor in captured.tensors.items():
+            need_stored(name, tensor)
         pool.pin(any(tensor.is_cuda for tensor in captured.tensors.values()))
-        guarded = can_wait and _copy_loose(captured)
+        guarded = can_wait and _copy_loose(captured, optimizers)
         return captured
 
     handle = saver.save_async(location, take_loose, step, epoch, pool)
@@ -187,26 +194,31 @@ def begin(
     return handle
 
 
-def _copy_loose(captured: state.Captured) -> bool:
-    """Copy the tensors that may change before the optimizer's next step: buffers, the user's.
+def _copy_loose(captured: state.Captured, optimizers: list[Any]) -> bool:
+    """Copy the tensors that may change before the optimizer's next step.
+
+    These are buffers, the optimizer's options, the user's, and of a plain state dict all but the
+    optimizer's parameters. Tensors that are one stay one.
 
     Returns:
         Whether they were; if they are many, the caller waits until all is copied.
     """
     tensors = captured.tensors
-    loose = [
+    held = {id_of(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    waits = {
         name
-        for name in tensors
-        if name in captured.primary or not name.startswith(("model/", "optimizer/"))
-    ]
-    if sum(tensors[name].nbytes for name in loose) > _SMALL:
+        for name, tensor in tensors.items()
+        if id_of(tensor) in held
+        or (name.startswith(("model/", "optimizer/")) and name not in captured.loose)
+    }
+    aliases = find_aliases(tensors)
+    waits |= {aliases.get(name, name) for name in waits}
+    loose = [name for name in tensors if aliases.get(name, name) not in waits]
+    if sum(tensors[name].nbytes for name in loose if name not in aliases) > _SMALL:
         return False
-    copies: dict[int, Tensor] = {}  # of a tensor with two names one
+    copies = {name: tensors[name].detach().clone() for name in loose if name not in aliases}
     for name in loose:
-        tensor = tensors[name]
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone()
-        tensors[name] = copies[id(tensor)]
+        tensors[name] = copies[aliases.get(name, name)]
     return True
 
 
@@ -236,7 +248,8 @@ def load(
 
     Returns:
         "model" and, where they were saved, "optimizer" (its parameters by name), "scheduler",
-        "scaler", "rng", "per_rank", "step", "epoch"; and the members of `others`.
+        "scaler", "rng", "per_rank", "step", "epoch"; and the members of `others`, of which one
+        named "step" or "epoch" stands in place of the save's own.
 
     Raises:
         NoCheckpointError: There is no checkpoint, or one that was never finished.
@@ -244,7 +257,8 @@ def load(
         CheckpointError: The format is of a newer version.
         OSError: A file cannot be read.
     """
-    with CheckpointFiles(path, storage, verify) as files:
+
+    def read_all(files: CheckpointFiles) -> dict[str, Any]:
         found = load_values(
             files,
             torch.device(map_location),
@@ -258,6 +272,8 @@ def load(
             if value is not None:
                 found.setdefault(name, value)
         return found
+
+    return read_unreplaced(path, storage, verify, read_all)
 
 
 def load_tensor(
@@ -285,7 +301,7 @@ def load_tensor(
     from hfai.checkpoint.loading import tensor_infos
     from hfai.checkpoint.reader import MissingTensorError, Wanted, read
 
-    with CheckpointFiles(path, storage, verify) as files:
+    def read_one(files: CheckpointFiles) -> Tensor:
         infos = tensor_infos(files)
         if name not in infos:
             near = [known for known in infos if name in known][:3]
@@ -296,6 +312,8 @@ def load_tensor(
         target = files.aliases().get(name, name)
         read(files, [Wanted(target, (0,) * out.ndim, out)], default_threads())
         return out
+
+    return read_unreplaced(path, storage, verify, read_one)
 
 
 def default_threads() -> int:
@@ -310,15 +328,33 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def _locate(saver: Saver, path: PathLike, storage: StoreOptions | None) -> Location:
+    """Return the place of a save, where what dead ones left is removed."""
+    with saver.failing_together():
+        location = locate(path, storage)
+    if saver.peers.rank == 0:
+        location.sweep_beside()
+    return location
+
+
 def _saver(group: dist.ProcessGroup | None, threads: int | None, timeout: float) -> Saver:
-    """Return the saver of a group: it remembers names and shapes from save to save."""
+    """Return the saver of a group, or of this process alone.
+
+    It remembers names and shapes from save to save, and makes its saves one after the other.
+    """
     threads = threads or default_threads()
-    if not (dist.is_available() and dist.is_initialized()):
-        return Saver(Peers(None, timeout), threads)
-    key = id(dist.group.WORLD if group is None else group)
+    distributed = dist.is_available() and dist.is_initialized()
+    # A forked child has none of its parent's threads, and so none of its saves.
+    key = os.getpid(), id(dist.group.WORLD if group is None else group) if distributed else 0
+    # Made of what makes sense on all ranks, so that one with bad arguments is among them.
     with _lock:
         saver = _savers.get(key)
         if saver is None or not saver.peers.alive():
-            _savers[key] = saver = Saver(Peers(group, timeout), threads)
+            _savers[key] = saver = Saver(Peers(group), default_threads())
+    with saver.failing_together():
+        if threads < 1:
+            raise ValueError(f"threads is {threads}: give 1 or more")
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout!r}: give seconds, more than 0")
     saver.peers.timeout, saver.threads = timeout, threads
     return saver

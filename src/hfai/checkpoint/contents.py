@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from hfai.checkpoint.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NoCheckpointError,
+    is_damage,
+)
 from hfai.checkpoint.format import (
     COMMIT,
     FORMAT,
@@ -30,6 +35,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ffrecord import StoreOptions
+
+Found = TypeVar("Found")
+_MOST_READS = 20  # of a checkpoint that is replaced each time
 
 
 class CheckpointFiles:
@@ -59,9 +67,9 @@ class CheckpointFiles:
         self.location = path if isinstance(path, Location) else locate(path, storage)
         self.verify = verify
         try:
-            record = self.location.read(COMMIT)
-        except (FileNotFoundError, NotADirectoryError):
-            raise _no_checkpoint(self.location) from None
+            record = _commit_record(self.location)
+        except OSError as error:
+            _raise_as_damage(error, self.path_of(COMMIT))
         self.commit: Commit = decode_commit(record, self.path_of(COMMIT))
         self._indexes: dict[int, Index] = {}
         self._files: dict[str, File] = {}
@@ -130,13 +138,21 @@ class CheckpointFiles:
                 found.setdefault(piece.name, []).append((index, piece))
         return found
 
-    def aliases(self) -> dict[str, str]:
-        """Return further names of tensors."""
+    def aliases(self, rank: int | None = None) -> dict[str, str]:
+        """Return further names of tensors.
+
+        Args:
+            rank: Whose own tensors are among them; None: those of all ranks, which takes all
+                indexes.
+        """
         state = self.state()
         found: dict[str, str] = dict(state["aliases"])
-        if not state["complete"]:
-            for index in self.indexes():
-                found.update(index.aliases)
+        if rank is None or not state["complete"]:
+            ranks = range(self.commit.world)
+        else:
+            ranks = range(rank, min(rank + 1, self.commit.world))
+        for index in map(self.index, ranks):
+            found.update(index.aliases)
         return found
 
     def file(self, index: Index) -> File:
@@ -156,6 +172,8 @@ class CheckpointFiles:
             file = self.location.open(index.file)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path} is missing", path=path) from None
+        except OSError as error:
+            _raise_as_damage(error, path)
         try:
             if file.size != index.size:
                 raise DamagedCheckpointError(
@@ -171,6 +189,9 @@ class CheckpointFiles:
                     path=path,
                     offset=0,
                 )
+        except (EOFError, OSError) as error:
+            file.close()
+            _raise_as_damage(error, path)
         except BaseException:
             file.close()
             raise
@@ -185,9 +206,19 @@ class CheckpointFiles:
             data = self.location.read(name)
         except FileNotFoundError:
             raise DamagedCheckpointError(f"{path} is missing", path=path) from None
+        except OSError as error:
+            _raise_as_damage(error, path)
         if self.verify and (len(data) != entry[0] or digest(data) != entry[1]):
             raise DamagedCheckpointError(f"{path} is damaged: its hash does not match", path=path)
         return data
+
+    def was_replaced(self) -> bool:
+        """Whether another checkpoint has the name by now."""
+        try:
+            record = decode_commit(_commit_record(self.location), self.path_of(COMMIT))
+        except (CheckpointError, OSError):
+            return False
+        return record.generation != self.commit.generation
 
     def close(self) -> None:
         """Close all files."""
@@ -200,6 +231,54 @@ class CheckpointFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _raise_as_damage(error: Exception, path: str) -> NoReturn:
+    """Raise an error of reading: as damage where it says that, else as it is."""
+    if isinstance(error, CheckpointError) or not is_damage(error):
+        raise error
+    raise DamagedCheckpointError(f"{path} cannot be read: {error}", path=path) from error
+
+
+def read_unreplaced(
+    path: PathLike | Location,
+    storage: StoreOptions | None,
+    verify: bool,
+    work: Callable[[CheckpointFiles], Found],
+) -> Found:
+    """Open a checkpoint and read from it; again, if a save replaces it meanwhile.
+
+    The files of the one that is replaced are removed, which looks like damage; and without hashes
+    those of both could be read as one.
+
+    Args:
+        path: Its directory or URL.
+        storage: For object stores.
+        verify: Compare hashes.
+        work: What is done with it, perhaps several times.
+    """
+    for _ in range(_MOST_READS - 1):
+        with CheckpointFiles(path, storage, verify) as files:
+            try:
+                found = work(files)
+            except (CheckpointError, LookupError, OSError):
+                if not files.was_replaced():
+                    raise
+                continue
+            if verify or not files.was_replaced():
+                return found
+    with CheckpointFiles(path, storage, verify) as files:
+        return work(files)
+
+
+def _commit_record(location: Location) -> bytes:
+    for _ in range(_MOST_READS):
+        try:
+            return location.read(COMMIT)
+        except (FileNotFoundError, NotADirectoryError):
+            if not location.is_committed():
+                break  # else it was replaced while it was opened
+    raise _no_checkpoint(location)
 
 
 def _no_checkpoint(location: Location) -> CheckpointError:

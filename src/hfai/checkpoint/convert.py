@@ -19,6 +19,7 @@ from hfai.checkpoint.format import DTYPES
 from hfai.checkpoint.loading import TensorInfo, tensor_infos
 from hfai.checkpoint.parts import bytes_of
 from hfai.checkpoint.reader import Wanted, read
+from hfai.checkpoint.state import RESERVED
 from hfai.checkpoint.storage import PathLike
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def _save_parts(
             model,
             optimizer,
             scheduler,
-            rest,
+            {_free(name): value for name, value in rest.items()},
             scaler=scaler,
             rng=False,
             storage=storage,
@@ -176,6 +177,11 @@ def _save_parts(
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{source} cannot be stored: {error}") from error
+
+
+def _free(name: Any) -> Any:
+    """Return a name for a value; one that a checkpoint has for its own gets a "_" behind it."""
+    return f"{name}_" if name in RESERVED else name
 
 
 def _take(rest: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:
@@ -198,7 +204,8 @@ def _nested(flat: Mapping[str, Any], paths: Any) -> dict[str, Any]:
         for key in way[:-1]:
             place = place.setdefault(key, {})
         place[way[-1]] = value
-    return {str(key): _lists(value) for key, value in root.items()}
+    found: dict[str, Any] = _numbered({str(key): _lists(value) for key, value in root.items()})
+    return found
 
 
 def _lists(value: Any) -> Any:
@@ -209,6 +216,34 @@ def _lists(value: Any) -> Any:
     if inner and all(type(key) is int for key in inner) and sorted(inner) == [*range(len(inner))]:
         return [inner[number] for number in range(len(inner))]
     return inner
+
+
+def _numbered(value: Any) -> Any:
+    """Return an optimizer's state dict with the numbers of parameters that torch had in it.
+
+    DCP makes them strings, which torch's `load_state_dict` would not find.
+
+    Raises:
+        CheckpointError: It is no state dict that torch would load.
+    """
+    if isinstance(value, list):
+        return [_numbered(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    groups = value.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return {key: _numbered(item) for key, item in value.items()}
+    keys = [key for group in groups for key in group.get("params", ())]
+    if not all(type(key) is int for key in keys):
+        return value  # by names, as torch's get_optimizer_state_dict gives it
+    state = value.get("state", {})  # DCP leaves empty dicts out
+    found = {int(key) if str(key).isdigit() else key: item for key, item in state.items()}
+    if not set(found) <= set(keys):
+        raise CheckpointError(
+            "the optimizer's state names other parameters than its groups: save it by "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+        )
+    return {**value, "state": found}
 
 
 def _is_zip(path: PathLike) -> bool:

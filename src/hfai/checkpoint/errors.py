@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
+# What reading says of a medium or a file system that has lost bytes. All else (permissions, too
+# many open files, no memory, a server that does not answer) may be gone at the next try.
+_LOST = {getattr(errno, name) for name in ("EIO", "EBADMSG", "EUCLEAN") if hasattr(errno, name)}
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the base of all errors here."""
@@ -30,6 +36,14 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
 
 class StateMismatchError(CheckpointError, ValueError):
     """A checkpoint holds other names, shapes or types than what it is to be loaded into."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error of reading says that a checkpoint is damaged or lacks files."""
+    lost = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # stores give no errno
+    if isinstance(error, (DamagedCheckpointError, NoCheckpointError, EOFError, *lost)):
+        return True
+    return isinstance(error, OSError) and error.errno in _LOST
 
 
 def _damaged(message: str, path: str, tensor: str, offset: int) -> DamagedCheckpointError:

@@ -15,6 +15,7 @@ generation and a dash, so that two writers never mix. Byte for byte: docs/checkp
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ ALIGNMENT = 4096
 CHUNK = 4 << 20  # bytes of a tensor that have a hash of their own
 PAD = "__pad__"  # the entries of a shard file that fill it up to the next multiple of ALIGNMENT
 _HASH = 16  # hexadecimal digits
+_NAME = re.compile(r"rank-\d{5,}\.(safetensors|json)")
 
 # torch's name of a type -> the name in the safetensors format, bytes of an item. Types that the
 # format has no name for are written as U8.
@@ -67,6 +69,11 @@ def shard_name(rank: int) -> str:
 def index_name(rank: int) -> str:
     """Return the name of a rank's index."""
     return f"rank-{rank:05d}.json"
+
+
+def is_name(name: str) -> bool:
+    """Whether a file beside COMMIT has such a name."""
+    return name == STATE or _NAME.fullmatch(name) is not None
 
 
 def digest(data: Any) -> str:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from hfai.checkpoint.errors import CheckpointError
+
 
 class SaveHandle:
     """What `save_async` returns.
@@ -75,6 +77,11 @@ class SaveHandle:
         self._staged.set()
 
     def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+            kind = type(error).__name__
+            wrapped = CheckpointError(f"{self.path} could not be written: {kind}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
         self._error = error
         self._staged.set()
         self._done.set()

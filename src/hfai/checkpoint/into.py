@@ -1,8 +1,9 @@
-"""The tensors of a model and an optimizer as places that a checkpoint is read into."""
+"""The tensors of a model as places that a checkpoint is read into."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +55,9 @@ class Places:
         self._strict, self._cast = strict, cast
         self._asked: set[str] = set()
         self._made: dict[str, Tensor] = {}
-        self._filled: dict[int, str] = {}
+        self._filled: dict[tuple[object, ...], Wanted] = {}  # by the place in memory
+        self._undo: list[Callable[[], None]] = []
+        self._valueless: list[str] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._wrong: list[str] = []
 
@@ -66,15 +69,15 @@ class Places:
             self.lacks(name)
             return
         target = self._aliases.get(name, name)
-        if self._filled.get(id(tensor)) == target:
-            return  # a tied tensor, once
-        self._filled[id(tensor)] = target
         dtype = dtype_name(tensor.dtype)
         if tuple(tensor.shape) != info.shape:
             self._wrong.append(f"{name} is {_shape(tensor.shape)}, saved {_shape(info.shape)}")
             return
         if dtype != info.dtype and not self._cast:
             self._wrong.append(f"{name} is {dtype}, saved {info.dtype} (cast=True converts)")
+            return
+        if tensor.is_meta:
+            self._wrong.append(f"{name} has no memory (the meta device): give it some first")
             return
         offsets: tuple[int, ...] = (0,) * tensor.ndim
         local: Any = tensor.detach()
@@ -83,11 +86,23 @@ class Places:
                 return
             offsets, _ = box_of(name, tensor)
             local = local.to_local()
+        place = id_of(local) if local.numel() else ()
+        before = self._filled.get(place) if place else None
+        if before is not None and before.name == target:
+            return  # a tied tensor, once
+        if before is not None:  # tied here and not there: as in torch, the last name counts
+            self.wanted = [item for item in self.wanted if item is not before]
+            self._copies = [pair for pair in self._copies if pair[0] is not before.out]
         if dtype != info.dtype:
-            place = torch.empty(local.shape, dtype=getattr(torch, info.dtype), device=local.device)
-            self._copies.append((place, local))
-            local = place
-        self.wanted.append(Wanted(target, offsets, local))
+            read_to = torch.empty(
+                local.shape, dtype=getattr(torch, info.dtype), device=local.device
+            )
+            self._copies.append((read_to, local))
+            local = read_to
+        wanted = Wanted(target, offsets, local)
+        self.wanted.append(wanted)
+        if place:
+            self._filled[place] = wanted
 
     def make(self, name: str, device: torch.device | None = None) -> Tensor:
         """Ask for a tensor to be made and filled; several names of one tensor give the same."""
@@ -121,6 +136,20 @@ class Places:
         """Note that the checkpoint does not have something."""
         self.missing.append(name)
 
+    def leaves_without_values(self, name: str) -> None:
+        """Note that a tensor was on the meta device, and nothing will fill it."""
+        self._valueless.append(name)
+
+    def on_failure(self, undo: Callable[[], None]) -> None:
+        """Note what `put_back` has to do."""
+        self._undo.append(undo)
+
+    def put_back(self) -> None:
+        """Put the meta device's tensors back where memory was made for them in vain."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
     def need_all(self, with_optimizer: bool) -> None:
         """Compare names.
 
@@ -132,13 +161,18 @@ class Places:
             name for name in self._infos if name.startswith(parts) and name not in self._asked
         ]
         found = [*self._wrong]
+        if self._valueless:
+            found.append(
+                f"on the meta device and not in the checkpoint: {listed(self._valueless)}: give "
+                "these memory and values before loading"
+            )
         if self._strict:
             if self.missing:
-                found.append(f"not in the checkpoint: {_listed(self.missing)}")
+                found.append(f"not in the checkpoint: {listed(self.missing)}")
             if self.unexpected:
-                found.append(f"only in the checkpoint: {_listed(self.unexpected)}")
+                found.append(f"only in the checkpoint: {listed(self.unexpected)}")
         if found:
-            hint = "" if self._wrong else " (strict=False loads what both have)"
+            hint = "" if self._wrong or self._valueless else " (strict=False loads what both have)"
             raise StateMismatchError(
                 f"{self._path} does not fit: {'; '.join(found[: _SHOWN + 2])}{hint}"
             )
@@ -177,23 +211,61 @@ def fill_model(model: Any, values: Mapping[str, Any], places: Places) -> list[Ac
         if isinstance(one, nn.Module):
             acts += _fill_module(one, label, encoded, places)
         elif isinstance(one, Mapping):
-            for name, value in one.items():
-                if isinstance(value, Tensor):
-                    places.fill(f"{label}/{name}", value)
+            acts += _fill_mapping(one, label, encoded, places)
         else:
             raise TypeError(f"the model is a {type(one).__name__}: give a torch.nn.Module")
     return acts
 
 
+def _fill_mapping(
+    state_dict: Mapping[Any, Any], label: str, encoded: Mapping[str, Any], places: Places
+) -> list[Act]:
+    """Ask for a state dict: tensors are filled where they are, other values put in their place."""
+    saved = tree.members(encoded)
+    others: dict[Any, Any] = {}
+    acts: list[Act] = []
+    for key, value in state_dict.items():
+        name = f"{label}/{key}"
+        if isinstance(value, Tensor):
+            places.fill(name, value)
+        elif key not in saved:
+            places.lacks(name)
+        elif isinstance(value, Mapping) and value and tree.is_dict(saved[key]):
+            acts += _fill_mapping(value, name, saved[key], places)
+        else:
+            others[key] = saved[key]
+            for inner in tree.names_in(saved[key]):
+                places.make(inner)
+    places.unexpected += [
+        f"{label}/{key}"
+        for key, value in saved.items()
+        if key not in state_dict and not tree.names_in(value)
+    ]
+    if others and not isinstance(state_dict, MutableMapping):
+        raise TypeError(
+            f"{label} is a {type(state_dict).__name__}, in which nothing can be put: give a dict"
+        )
+
+    def act(fetch: tree.Fetch) -> None:
+        for key, value in others.items():
+            state_dict[key] = tree.decode(value, fetch)  # type: ignore[index]
+
+    return [*acts, act]
+
+
 def _fill_module(
     model: nn.Module, label: str, encoded: Mapping[str, Any], places: Places
 ) -> list[Act]:
-    _materialize(model, places.device)
+    encoded = tree.members(encoded)
+    made = _materialize(model, places)
     live = {id_of(t) for t in (*model.parameters(), *model.buffers())}
     indirect: dict[str, str] = {}  # names that a hook or a module's own code gives a value for
     extra: dict[str, Any] = {}
+    filled: set[tuple[object, ...]] = set()
+    asked: set[str] = set()
     for name, (full, value) in state.named_state(model).items():
         key = f"{label}/{name}"
+        asked.add(key)
         if not isinstance(value, Tensor):
             if name in encoded:
                 extra[full] = encoded[name]
@@ -203,11 +275,21 @@ def _fill_module(
                 places.lacks(key)
         elif id_of(value) in live:
             places.fill(key, value)
+            if places.info(key) is not None:
+                filled.add(id_of(value))
         elif places.info(key) is None:
             places.fill(key, value)  # says that it is missing
         else:
             places.make(key, value.device)
             indirect[full] = key
+    for name, tensor in made.items():
+        if local_of(tensor).numel() and id_of(tensor) not in filled and name not in indirect:
+            places.leaves_without_values(f"{label}/{name}")
+    places.unexpected += [
+        f"{label}/{name}"
+        for name, value in encoded.items()
+        if f"{label}/{name}" not in asked and not tree.names_in(value)
+    ]
     if not indirect and not extra:
         return []
 
@@ -225,164 +307,33 @@ def id_of(tensor: Any) -> tuple[object, ...]:
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Make memory for what is on the meta device; what was one tensor before stays one."""
+def _materialize(model: nn.Module, places: Places) -> dict[str, Tensor]:
+    """Make memory for what is on the meta device; what was one tensor before stays one.
+
+    Returns:
+        What was made, by its name.
+    """
     made: dict[int, Tensor] = {}
-    for module in model.modules():
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
         stores: list[Any] = [module._parameters, module._buffers]
         for store in stores:
             for name, old in store.items():
                 if old is None or not old.is_meta:
                     continue
                 if id(old) not in made:
-                    new = torch.empty_like(old, device=device)
+                    new = torch.empty_like(old, device=places.device)
                     if isinstance(old, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=old.requires_grad)
                     made[id(old)] = new
+                    found[f"{prefix}.{name}" if prefix else name] = new
                 store[name] = made[id(old)]
+                places.on_failure(functools.partial(store.__setitem__, name, old))
+    return found
 
 
-def fill_optimizer(
-    optimizer: Any, model: Any, values: Mapping[str, Any], places: Places
-) -> list[Act]:
-    """Ask for all tensors of an optimizer's state, or of several.
-
-    Returns:
-        What to do once they are read.
-
-    Raises:
-        StateMismatchError: The checkpoint has no optimizer, another number, or other groups.
-    """
-    optimizers = state.as_list(optimizer, "optimizer") or []
-    saved = values.get("optimizer")
-    if saved is None or len(saved) != len(optimizers):
-        raise StateMismatchError(
-            f"the checkpoint has {len(saved or [])} optimizer(s), and {len(optimizers)} were given"
-        )
-    names = state.all_names(state.as_list(model, "model") or [], model)
-    acts = []
-    for one, label, encoded in zip(
-        optimizers, state.labels("optimizer", optimizer, optimizers), saved, strict=True
-    ):
-        acts.append(_fill_optimizer(one, label, names, encoded, places))
-    return acts
-
-
-def _fill_optimizer(
-    optimizer: torch.optim.Optimizer,
-    label: str,
-    names: Mapping[Tensor, str],
-    encoded: Mapping[str, Any],
-    places: Places,
-) -> Act:
-    if "dict" in encoded:
-        raise StateMismatchError(
-            "the checkpoint's optimizer was saved as a state dict: take it from "
-            "hfai.checkpoint.load(path)['optimizer'] and call load_state_dict"
-        )
-    known = dict(state.optimizer_names(optimizer, names))
-    wanted = encoded["state"].get("$dict") or encoded["state"]
-    places_of: dict[Tensor, Any] = {}
-    for parameter, name in known.items():
-        if name not in wanted:
-            continue
-        places_of[parameter] = wanted[name]
-        current = optimizer.state.get(parameter, {})
-        for key, item in wanted[name].items() if isinstance(wanted[name], dict) else ():
-            if isinstance(item, dict) and "$tensor" in item:
-                _place_state(item["$tensor"], key, current.get(key), parameter, optimizer, places)
-            else:
-                for inner in tree.names_in(item):
-                    places.make(inner, parameter.device)
-    groups = _groups(optimizer, known, encoded["groups"])
-    for group in groups:
-        for inner in tree.names_in(group["options"]):
-            places.make(inner)
-
-    def act(fetch: tree.Fetch) -> None:
-        numbers = {p: n for n, p in enumerate(known)}
-        loaded = {p: tree.decode(item, fetch) for p, item in places_of.items()}
-        content = {
-            "state": {numbers[p]: item for p, item in loaded.items()},
-            "param_groups": [
-                {
-                    **tree.decode(group["options"], fetch),
-                    "params": [numbers[p] for p in ours["params"]],
-                }
-                for group, ours in zip(groups, optimizer.param_groups, strict=True)
-            ],
-        }
-        optimizer.load_state_dict(content)
-        # torch casts states to the parameter's type; what was saved is what goes on.
-        for parameter, item in loaded.items():
-            for key, value in item.items():
-                found = optimizer.state[parameter].get(key)
-                both = isinstance(value, Tensor) and isinstance(found, Tensor)
-                if both and found.dtype != value.dtype:
-                    optimizer.state[parameter][key] = value.to(found.device)
-
-    return act
-
-
-def _place_state(
-    name: str,
-    key: str,
-    current: Any,
-    parameter: Tensor,
-    optimizer: torch.optim.Optimizer,
-    places: Places,
-) -> None:
-    """Ask for one tensor of a parameter's state: where it is, or in a new one like it."""
-    info = places.info(name)
-    if info is None:
-        places.lacks(name)
-        return
-    dtype = getattr(torch, info.dtype)
-    fits = isinstance(current, Tensor) and not current.is_meta
-    if fits and tuple(current.shape) == info.shape and current.dtype == dtype:
-        place = current.detach()
-    elif tuple(parameter.shape) == info.shape and parameter.ndim:
-        place = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-        place = place.detach()
-    else:
-        places.make(name, _device_of(key, parameter, optimizer))
-        return
-    places.fill(name, place)
-    places.keep(name, place)
-
-
-def _device_of(key: str, parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return where torch keeps a state: counts of steps on the CPU, unless kernels read them."""
-    group = next(
-        (g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), {}
-    )
-    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.device("cpu") if on_cpu else parameter.device
-
-
-def _groups(
-    optimizer: torch.optim.Optimizer, known: Mapping[Tensor, str], saved: list[Any]
-) -> list[Any]:
-    """Return, for each parameter group, the saved one whose options it takes.
-
-    Raises:
-        StateMismatchError: The groups have other parameters.
-    """
-    if len(saved) != len(optimizer.param_groups):
-        raise StateMismatchError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint "
-            f"{len(saved)}"
-        )
-    for at, (ours, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-        lost = [known[p] for p in ours["params"] if known[p] not in set(theirs["params"])]
-        if lost:
-            raise StateMismatchError(
-                f"parameter group {at} of the checkpoint does not have {_listed(lost)}"
-            )
-    return saved
-
-
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return the first few of many names, for a message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 

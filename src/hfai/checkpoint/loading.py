@@ -16,11 +16,12 @@ from torch import Tensor
 
 from hfai.checkpoint import rng as rng_module
 from hfai.checkpoint import tree
-from hfai.checkpoint.contents import CheckpointFiles
+from hfai.checkpoint.contents import CheckpointFiles, read_unreplaced
 from hfai.checkpoint.errors import StateMismatchError
 from hfai.checkpoint.format import Slice
-from hfai.checkpoint.into import Places, fill_model, fill_optimizer
-from hfai.checkpoint.reader import MissingTensorError, Wanted, read
+from hfai.checkpoint.into import Places, fill_model
+from hfai.checkpoint.into_optimizer import fill_optimizer
+from hfai.checkpoint.reader import MissingTensorError, Wanted, check, read
 from hfai.checkpoint.storage import Location, PathLike
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def tensor_infos(files: CheckpointFiles, rank: int | None = None) -> dict[str, T
     ranks = range(files.commit.world) if rank is None else [rank] * (rank < files.commit.world)
     for index in map(files.index, ranks):
         found.update({piece.name: _info(piece) for piece in index.slices})
-    for name, target in files.aliases().items():
+    for name, target in files.aliases(rank).items():
         if target in found:
             found[name] = found[target]
     return found
@@ -80,7 +81,7 @@ def load_values(
         progress: Called with numbers of bytes.
     """
     values, own = encoded_values(files, rank)
-    infos, aliases = tensor_infos(files, rank), files.aliases()
+    infos, aliases = tensor_infos(files, rank), files.aliases(rank)
     made: dict[str, Tensor] = {}
 
     def fetch(name: str) -> Tensor:
@@ -209,11 +210,13 @@ def load_into(
 
     Tensors are filled in place, so that tied ones stay tied; those on the meta device are made on
     `device`. Each rank of a distributed job calls it, reads what its own shards need, and waits for
-    nobody. If it raises, model and optimizer may be filled in part.
+    nobody. If it raises, model and optimizer may be filled in part; what was on the meta device is
+    there again.
 
     Args:
         path: A directory or URL.
-        model: A module, DDP or compiled or sharded by FSDP2 or tensor parallelism, or a list.
+        model: A module, DDP or compiled or sharded by FSDP2 or tensor parallelism, or a state dict
+            (values that are no tensors are put into it), or a list.
         optimizer: An optimizer, or a list; its state is made where it has none yet.
         scheduler: What has `load_state_dict`.
         scaler: The same, for torch.amp.GradScaler.
@@ -231,34 +234,94 @@ def load_into(
     Raises:
         NoCheckpointError: There is no checkpoint, or one that was never finished.
         DamagedCheckpointError: Bytes are not those that were written; says which file and tensor.
-        StateMismatchError: Names, shapes or types differ.
+        StateMismatchError: Names, shapes or types differ; or a tensor of the meta device is not in
+            the checkpoint, such as a buffer that is not persistent.
         CheckpointError: The format is of a newer version.
         OSError: A file cannot be read.
     """
+    return _load_into(
+        path, model, optimizer, scheduler, scaler, strict, cast, rng, verify, device, threads,
+        storage, rank, progress, False,
+    )  # fmt: skip
+
+
+def check_into(
+    path: PathLike | Location,
+    model: Any,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    scaler: Any = None,
+    strict: bool = True,
+    cast: bool = False,
+    rng: bool = False,
+    threads: int | None = None,
+    rank: int | None = None,
+) -> None:
+    """Read and compare all that `load_into` would read, and change nothing.
+
+    Args and errors are those of `load_into`.
+    """
+    _load_into(
+        path, model, optimizer, scheduler, scaler, strict, cast, rng, True, None, threads, None,
+        rank, None, True,
+    )  # fmt: skip
+
+
+def _load_into(
+    path: PathLike | Location,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    scaler: Any,
+    strict: bool,
+    cast: bool,
+    rng: bool,
+    verify: bool,
+    device: torch.device | str | None,
+    threads: int | None,
+    storage: StoreOptions | None,
+    rank: int | None,
+    progress: Callable[[int], object] | None,
+    check_only: bool,
+) -> Loaded:
     from hfai.checkpoint.api import default_threads, this_rank
 
     mine = this_rank() if rank is None else rank
-    with CheckpointFiles(path, storage, verify) as files:
-        values, own = encoded_values(files, mine)
-        infos, aliases = tensor_infos(files, mine), files.aliases()
-        places = Places(files.path, infos, aliases, strict, cast, torch.device(device or "cpu"))
-        after: list[Callable[[tree.Fetch], None]] = []
-        after += fill_model(model, values, places)
-        if optimizer is not None:
-            after += fill_optimizer(optimizer, model, values, places)
-        rest = _rest(values, own, scheduler, scaler, rng, places)
-        places.need_all(optimizer is not None)
-        with _as_mismatch():
-            read(files, places.wanted, threads or default_threads(), mine % files.commit.world,
-                 progress or (lambda count: None))  # fmt: skip
-        places.settle()
-        for act in after:
-            act(places.fetch)
-        others, per_rank = rest()
-        return Loaded(
-            others, per_rank, files.commit.step, files.commit.epoch, files.path,
-            tuple(places.missing), tuple(places.unexpected),
-        )  # fmt: skip
+    threads = threads or default_threads()
+
+    def fill(files: CheckpointFiles) -> Loaded:
+        with contextlib.ExitStack() as stack:
+            values, own = encoded_values(files, mine)
+            infos, aliases = tensor_infos(files, mine), files.aliases(mine)
+            places = Places(files.path, infos, aliases, strict, cast, torch.device(device or "cpu"))
+            stack.callback(places.put_back)
+            after: list[Callable[[tree.Fetch], None]] = []
+            after += fill_model(model, values, places)
+            if optimizer is not None:
+                after += fill_optimizer(optimizer, model, values, places)
+            rest = _rest(values, own, scheduler, scaler, rng, places)
+            places.need_all(optimizer is not None)
+            first = mine % files.commit.world
+            others: dict[str, Any] = {}
+            per_rank = None
+            with _as_mismatch():
+                if check_only:
+                    check(files, places.wanted, threads, first)
+                else:
+                    read(files, places.wanted, threads, first, progress or (lambda count: None))
+            if not check_only:
+                places.settle()
+                for act in after:
+                    act(places.fetch)
+                others, per_rank = rest()
+                stack.pop_all()
+            return Loaded(
+                others, per_rank, files.commit.step, files.commit.epoch, files.path,
+                tuple(places.missing), tuple(places.unexpected),
+            )  # fmt: skip
+
+    return read_unreplaced(path, storage, verify, fill)
 
 
 def _rest(

@@ -13,16 +13,18 @@ A checkpoint's name has its step: step-00001200. Every call is made by all ranks
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed as dist
 
 from hfai.checkpoint import api, state
-from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from hfai.checkpoint.errors import CheckpointError, NoCheckpointError, is_damage
 from hfai.checkpoint.handle import SaveHandle
-from hfai.checkpoint.loading import Loaded, load_into
+from hfai.checkpoint.loading import Loaded, check_into, load_into
 from hfai.checkpoint.peers import TIMEOUT, Peers
 from hfai.checkpoint.retention import step_name, step_of, to_remove
 from hfai.checkpoint.saver import Saver
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ffrecord import StoreOptions
+
+_T = TypeVar("_T")
 
 
 class CheckpointManager:
@@ -141,17 +145,23 @@ class CheckpointManager:
             one is being written.
 
         Raises:
-            CheckpointError: This save, or the one before, failed on some rank.
+            CheckpointError: This save, or the one before, failed on some rank. Of several ranks, an
+                asynchronous one that cannot begin is raised again at the next boundary, since
+                others may learn of it only there.
             ValueError: The step is no whole number from 0 on, or the manager is closed.
         """
         if self._closed:
             raise ValueError("the manager is closed: make a new one")
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step is {step!r}: give the number of steps done, an int from 0 on")
         if self._handle is not None and not self._make_room():
             return None
-        if self._peers.rank == 0:
-            self._location.sweep()
+        in_background = self._asynchronous if asynchronous is None else asynchronous
+        with self._watching_failure(in_background), self._saver.failing_together():
+            if type(step) is not int or step < 0:
+                raise ValueError(
+                    f"step is {step!r}: give the number of steps done, an int from 0 on"
+                )
+            if self._peers.rank == 0:
+                self._location.sweep()
 
         def take() -> state.Captured:
             return state.capture(
@@ -160,9 +170,9 @@ class CheckpointManager:
 
         location = self._location.child(step_name(step))
         self._saver.after_commit = lambda: self._prune(step)
-        in_background = self._asynchronous if asynchronous is None else asynchronous
         if in_background:
-            handle = api.begin(self._saver, location, take, step, epoch, self._pool, optimizer)
+            with self._watching_failure(in_background):
+                handle = api.begin(self._saver, location, take, step, epoch, self._pool, optimizer)
             self._handle = handle
             self._watch.begin(handle)
         else:
@@ -208,7 +218,11 @@ class CheckpointManager:
     ) -> Loaded | None:
         """Load the newest checkpoint that is whole; all ranks load the same.
 
-        A damaged one is left out with a warning that says which file and which tensor.
+        A damaged one is left out with a warning that says which file and which tensor, and so is
+        a newer one whose commit record is missing. Only damage counts: an error that may be gone at
+        the next try (permissions, too many open files, a store that does not answer) is raised.
+        With `strict=False` and earlier checkpoints there, all that is to be loaded is read and
+        compared once before, so that tensors which an earlier one does not have keep their values.
 
         Args:
             model: As for `hfai.checkpoint.load_into`, and so are the next seven.
@@ -230,27 +244,33 @@ class CheckpointManager:
             StateMismatchError: Names, shapes or types differ.
             NoCheckpointError: There is none of this step.
             CheckpointError: Another rank could not load.
+            OSError: A file cannot be read, and may be whole.
         """
         self._resumes += 1
+        given: dict[str, Any] = {
+            "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler,
+            "strict": strict, "cast": cast, "rng": rng, "threads": self._threads,
+            "rank": self._peers.rank,
+        }  # fmt: skip
         steps = self._agree_on_steps(step)
         last: Exception | None = None
         for number, one in enumerate(reversed(steps)):
             location = self._location.child(step_name(one))
-            loaded, error = None, None
-            try:
-                loaded = load_into(
-                    location, model, optimizer, scheduler, scaler=scaler, strict=strict,
-                    cast=cast, rng=rng, threads=self._threads, rank=self._peers.rank,
-                    progress=progress,
-                )  # fmt: skip
-            except Exception as caught:
-                error = caught
-            failure = self._worst(f"resume/{self._resumes}/{number}", error)
+            key = f"resume/{self._resumes}/{number}"
+            failure, error = None, None
+            # Whatever an earlier checkpoint does not have keeps what this one is read into.
+            if not strict and fallback and number + 1 < len(steps):
+                _, error = _caught(functools.partial(check_into, location, **given))
+                failure = self._worst(f"{key}/check", error)
             if failure is None:
-                self._last = one
-                self._schedule.saved(one)
-                return loaded
-            if error is not None and not _is_damage(error):
+                load = functools.partial(load_into, location, progress=progress, **given)
+                loaded, error = _caught(load)
+                failure = self._worst(key, error)
+                if failure is None:
+                    self._last = one
+                    self._schedule.saved(one)
+                    return loaded
+            if error is not None and not is_damage(error):
                 raise error
             kind, text = failure
             if kind != "damage":
@@ -284,9 +304,34 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
-        except CheckpointError:
+        except Exception as error:
             if kind is None:
                 raise
+            warnings.warn(f"the last checkpoint was not written: {error}", stacklevel=2)
+
+    @contextlib.contextmanager
+    def _watching_failure(self, in_background: bool) -> Iterator[None]:
+        """Keep an error of this rank alone as a save that has failed: others have begun it."""
+        try:
+            yield
+        except Exception as error:
+            if in_background and self._peers.world > 1:
+                self._handle = SaveHandle(self._location.path)
+                self._handle._end(error)
+                self._watch.begin(self._handle)
+            raise
+
+    def _warn_of_unfinished(self, steps: list[int]) -> None:
+        """Name what would be the newest checkpoint if its commit record were there."""
+        for name in self._location.unfinished():
+            step = step_of(name)
+            if step is not None and step > max(steps, default=-1):
+                warnings.warn(
+                    f"{self._location.child(name).path} is not used: its COMMIT file is missing, "
+                    "which no save leaves so; put that back, remove the directory, or save the "
+                    "step again",
+                    stacklevel=4,
+                )
 
     def _make_room(self) -> bool:
         """Wait for the save before, or say that this one is skipped; all ranks do the same."""
@@ -312,6 +357,7 @@ class CheckpointManager:
         key = f"resume/{self._resumes}/steps"
         if self._peers.rank == 0:
             found = self.steps()
+            self._warn_of_unfinished(found)
             self._peers.set(key, ",".join(map(str, found)).encode())
         else:
             text = self._peers.wait([key], "resume")[0].decode()
@@ -330,7 +376,7 @@ class CheckpointManager:
         peers = self._peers
         said = b""
         if error is not None:
-            kind = "damage" if _is_damage(error) else "other"
+            kind = "damage" if is_damage(error) else "other"
             said = f"{kind} rank {peers.rank}: {error}".encode()
         peers.set(f"{key}/{peers.rank}", said)
         found = peers.wait([f"{key}/{rank}" for rank in range(peers.world)], "resume")
@@ -341,5 +387,8 @@ class CheckpointManager:
         return kind, text
 
 
-def _is_damage(error: Exception) -> bool:
-    return isinstance(error, (DamagedCheckpointError, NoCheckpointError, OSError))
+def _caught(load: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    try:
+        return load(), None
+    except Exception as error:
+        return None, error

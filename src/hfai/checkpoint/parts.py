@@ -16,6 +16,9 @@ from hfai.checkpoint.format import DTYPES
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tensor, nn.Parameter)
 
 
+PRIVATE = "rank/"  # begins the names of tensors that belong to one rank
+
+
 class Part(NamedTuple):
     """The box of a tensor that is in this process.
 
@@ -161,16 +164,21 @@ def is_readable(local: Tensor) -> bool:
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return names of tensors that are the same memory as one named before: name -> that name."""
+    """Return names of tensors that are the same memory as one named before: name -> that name.
+
+    What belongs to one rank is never another name of what all ranks have: of that another rank's
+    values may be stored.
+    """
     first: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name, tensor in tensors.items():
         local = local_of(tensor)
         if local.numel() == 0 or local.layout is not torch.strided or local.is_meta:
             # No memory to be the same; a parameter that appears twice is known by itself.
-            key: tuple[object, ...] = (id(tensor),)
+            key: tuple[object, ...] = (name.startswith(PRIVATE), id(tensor))
         else:
             key = (
+                name.startswith(PRIVATE),
                 local.data_ptr(),
                 tuple(local.shape),
                 local.stride(),

@@ -7,7 +7,6 @@ is wanted only in part is read whole, because its hash is of all of it.
 
 from __future__ import annotations
 
-import errno
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hfai.checkpoint.contents import CheckpointFiles
-from hfai.checkpoint.errors import DamagedCheckpointError
+from hfai.checkpoint.errors import DamagedCheckpointError, is_damage
 from hfai.checkpoint.format import DTYPES, Index, Slice, digest, hash_of
 from hfai.checkpoint.parallel import in_threads
 from hfai.checkpoint.parts import box, bytes_of, intersect, is_readable, is_run, linear
@@ -98,6 +97,32 @@ def read(
             progress(sum(len(run.view) for run in task))
 
     in_threads(work, tasks, threads)
+
+
+def check(files: CheckpointFiles, wanted: Iterable[Wanted], threads: int, first: int = 0) -> None:
+    """Read and compare what `read` would, and fill nothing.
+
+    Args and errors are those of `read`.
+    """
+
+    def work(task: tuple[Index, Slice, int, int]) -> None:
+        _read_chunks(files, *task)
+
+    in_threads(work, _touched(_match(files, list(wanted), first)), threads)
+
+
+def _touched(
+    matches: Iterator[tuple[Index, Slice, Wanted, tuple[int, ...], tuple[int, ...]]],
+) -> Iterator[tuple[Index, Slice, int, int]]:
+    """Yield the bytes of slices that are wanted, chunk by chunk: where they begin, how many."""
+    for index, piece, _, offsets, sizes in matches:
+        there = tuple(a - b for a, b in zip(offsets, piece.offsets, strict=True))
+        last = tuple(o + s - 1 for o, s in zip(there, sizes, strict=True))
+        width = DTYPES[piece.dtype][1]
+        begin = linear(there, piece.sizes) * width
+        end = (linear(last, piece.sizes) + 1) * width
+        for at in range(begin // index.chunk * index.chunk, end, index.chunk):
+            yield index, piece, at, min(index.chunk, piece.length - at)
 
 
 def _match(
@@ -266,7 +291,7 @@ def _fill(
             offset=offset,
         ) from None
     except OSError as error:
-        if error.errno != errno.EIO:
+        if not is_damage(error):
             raise
         raise DamagedCheckpointError(
             f"{path} cannot be read at byte {offset}, in {run.slice.name}: {error}",

@@ -16,11 +16,12 @@ Ranks tell each other through keys of the group's store (see peers.py):
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 import hfai
-from hfai.checkpoint import shard, write
+from hfai.checkpoint import running, shard, write
 from hfai.checkpoint.errors import CheckpointError, StateMismatchError
 from hfai.checkpoint.format import (
     FORMAT,
@@ -43,7 +44,7 @@ from hfai.checkpoint.format import (
     shard_name,
 )
 from hfai.checkpoint.handle import SaveHandle
-from hfai.checkpoint.parts import Part, find_aliases, need_stored, part_of
+from hfai.checkpoint.parts import PRIVATE, Part, find_aliases, need_stored, part_of
 from hfai.checkpoint.peers import Peers
 from hfai.checkpoint.plan import Planned, plan
 from hfai.checkpoint.staging import HostPool
@@ -53,7 +54,6 @@ from hfai.checkpoint.storage import Location, Writer
 # Gives the state that is to be saved.
 Take = Callable[[], Captured]
 _FAILED = "the save failed on "
-_PRIVATE = "rank/"  # begins the names of tensors that belong to one rank
 
 
 class Prepared(NamedTuple):
@@ -97,6 +97,7 @@ class Saver:
         self._alike = True
         self._known: dict[str, list[Any]] = {}
         self._running: SaveHandle | None = None
+        self._turn = threading.RLock()  # of threads that save
         self.after_commit: Callable[[], None] = lambda: None
 
     def save(self, location: Location, take: Take, step: int | None, epoch: int | None) -> None:
@@ -111,8 +112,9 @@ class Saver:
         Raises:
             CheckpointError: It could not be written, on this rank or another.
         """
-        prepared = self._prepare(location, take, step, epoch)
-        self._complete(prepared, lambda: write.directly(prepared, self.threads))
+        with self._turn:
+            prepared = self._prepare(location, take, step, epoch)
+            self._complete(prepared, lambda: write.directly(prepared, self.threads))
 
     def save_async(
         self,
@@ -123,11 +125,15 @@ class Saver:
         pool: HostPool,
     ) -> SaveHandle:
         """Begin to write a checkpoint; return the handle, perhaps before the state is copied."""
-        prepared = self._prepare(location, take, step, epoch)
-        handle = SaveHandle(location.path)
+        with self._turn:
+            return self._begin(self._prepare(location, take, step, epoch), pool)
+
+    def _begin(self, prepared: Prepared, pool: HostPool) -> SaveHandle:
+        handle = SaveHandle(prepared.location.path)
         staging = write.Staging(prepared, self.threads, pool, handle)
 
         held = self.peers.hold()
+        place = running.place_of(prepared.location)
 
         def run() -> None:
             nonlocal held
@@ -138,8 +144,10 @@ class Saver:
                 error = caught
             held = None
             handle._end(error)
+            running.end(place, handle)
 
         self._running = handle
+        running.begin(place, handle)
         # No daemon: a script that ends waits for it.
         handle._thread = threading.Thread(target=run, name="hfai-checkpoint")
         handle._thread.start()
@@ -149,17 +157,14 @@ class Saver:
         self, location: Location, take: Take, step: int | None, epoch: int | None
     ) -> Prepared:
         """Decide what this rank writes, when a save that is running has ended."""
-        for name, value in (("step", step), ("epoch", epoch)):
-            if value is not None and type(value) is not int:
-                raise TypeError(f"{name} is {value!r}: give an int, or None")
-        if self._running is not None:
-            self._running._done.wait()
-            self._running._unguard()
-            self._running = None
-        self._number += 1
-        number = self._number
+        # Another saver's, such as a manager's: whoever was called last must be what stays.
+        running.wait(running.place_of(location))
+        number = self._next()
         generation = f"{self._agree_on_token()}{number:06x}"
         try:
+            for name, value in (("step", step), ("epoch", epoch)):
+                if value is not None and type(value) is not int:
+                    raise TypeError(f"{name} is {value!r}: give an int, or None")
             captured = take()
             for name, tensor in captured.tensors.items():
                 need_stored(name, tensor)
@@ -179,6 +184,30 @@ class Saver:
             aliases, self._alike, step, epoch,
         )  # fmt: skip
 
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Count what is refused in this block as a save, which the other ranks are in.
+
+        Else this rank would be one save behind them for good.
+        """
+        try:
+            yield
+        except Exception as error:
+            number = self._next()
+            if self.peers.rank == 0:
+                self._agree_on_token()
+            self._report_failure(number, error)
+            raise
+
+    def _next(self) -> int:
+        """Return the number of a new save, when one that is running has ended."""
+        if self._running is not None:
+            self._running._done.wait()
+            self._running._unguard()
+            self._running = None
+        self._number += 1
+        return self._number
+
     def _agree_on_token(self) -> str:
         if not self._token:
             if self.peers.rank == 0:
@@ -192,7 +221,7 @@ class Saver:
         """Return what this rank writes; only where names or shapes have changed ask the others."""
         signature = [part._replace(local=None) for part in parts]  # type: ignore[arg-type]
         same = signature == self._signature
-        shared = [_description(p) for p in parts if not p.name.startswith(_PRIVATE)]
+        shared = [_description(p) for p in parts if not p.name.startswith(PRIVATE)]
         text = "" if same else json.dumps(shared)
         if self.peers.world > 1:
             said = f"{number}/names/{self.peers.rank}"
@@ -223,7 +252,7 @@ class Saver:
             )
         self._alike = all(one == found[0] for one in found)
         if self._alike:
-            return lambda name: (1, 0, "") if name.startswith(_PRIVATE) else (world, rank, "all")
+            return lambda name: (1, 0, "") if name.startswith(PRIVATE) else (world, rank, "all")
         self.peers.set(f"{number}/list/{rank}", text.encode())
         lists = self.peers.wait([f"{number}/list/{peer}" for peer in range(world)], "the save")
         rows = [json.loads(one) for one in lists]
@@ -388,7 +417,7 @@ def _holders(rank: int, lists: Sequence[Sequence[Any]]) -> Any:
             ranks.append(peer)
 
     def holders(name: str) -> tuple[int, int, str]:
-        if name.startswith(_PRIVATE):
+        if name.startswith(PRIVATE):
             return 1, 0, ""
         ranks = known[name][0]
         return len(ranks), ranks.index(rank), str(ranks)

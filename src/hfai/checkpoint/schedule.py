@@ -20,7 +20,8 @@ class Schedule:
 
     By time, rank 0 decides for all. It writes, at boundaries that all ranks know, whether to save
     now and how many calls later it will be asked again: half of what it takes until then at the
-    speed so far, so that the others read a key a few times a save and not every step.
+    speed since it was asked before, and never more than twice as many as the last time, since the
+    first calls may come in no time. So the others read a key a few times a save and not every step.
 
     Args:
         peers: The ranks.
@@ -37,7 +38,8 @@ class Schedule:
         self._peers, self._every, self._minutes = peers, every, minutes
         self._calls = self._asked = 0
         self._next = 1
-        self._start = self._since = time.monotonic()
+        self._later = 1  # calls between the last two times that it was asked
+        self._before = self._since = time.monotonic()
 
     def is_due(self, step: int) -> bool:
         """Whether to save at this boundary."""
@@ -59,14 +61,17 @@ class Schedule:
         if self._peers.rank == 0:
             now = time.monotonic()
             left = 60 * self._minutes - (now - self._since)
-            each = (now - self._start) / self._calls
-            later = max(1, int(left / each / 2)) if left > 0 and each > 0 else 1
+            each = (now - self._before) / self._later
+            later = int(left / each / 2) if left > 0 and each > 0 else 1
+            later = max(1, min(later, 2 * self._later))
+            self._before = now
             self._peers.set(key, f"{int(left <= 0)} {later}".encode())
         text = self._peers.wait([key], "decide on a save")[0].decode()
         if self._peers.rank == 0:
             self._peers.forget(f"time/{self._asked - 4}")
         now_text, later_text = text.split()
-        self._next = self._calls + int(later_text)
+        self._later = int(later_text)
+        self._next = self._calls + self._later
         return now_text == "1"
 
 

@@ -37,12 +37,15 @@ class Captured(NamedTuple):
         own: Encoded values of this rank alone.
         tensors: All tensors by name, several names of one tensor among them.
         primary: Names of tensors of which one rank's values count.
+        loose: Names of tensors of models and optimizers that other things than an optimizer's step
+            may change.
     """
 
     values: dict[str, Any]
     own: dict[str, Any]
     tensors: dict[str, Tensor]
     primary: frozenset[str]
+    loose: frozenset[str]
 
 
 def clean_name(name: str, wrapped: bool) -> str:
@@ -141,7 +144,22 @@ def capture(
         own["per_rank"] = tree.encode(dict(per_rank), f"rank/{rank}/per_rank", tensors)
     if with_rng:
         own["rng"] = tree.encode(rng.capture(), f"rank/{rank}/rng", tensors)
-    return Captured(values, own, tensors, frozenset(primary))
+    loose = frozenset(primary | _changeable(models or [], model, tensors))
+    return Captured(values, own, tensors, frozenset(primary), loose)
+
+
+_OPTIONS = re.compile(r"optimizer/(?:\d+/)?groups/")
+
+
+def _changeable(models: Sequence[Any], given: Any, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return names of an optimizer's options, and of what plain state dicts hold."""
+    names = labels("model", given, models) if models else []
+    plain = tuple(
+        f"{label}/"
+        for one, label in zip(models, names, strict=True)
+        if not isinstance(one, nn.Module)
+    )
+    return {name for name in tensors if name.startswith(plain) or _OPTIONS.match(name)}
 
 
 def _check_others(others: Mapping[str, Any] | None) -> None:

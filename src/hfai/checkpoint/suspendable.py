@@ -157,14 +157,8 @@ class TrySave:
         return True
 
     def _save(self, epoch: int, step: int, others: Mapping[str, Any] | None) -> None:
-        for name, value in (("epoch", epoch), ("step", step)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} is {value!r}: give a whole number, 0 or more")
-        if others is not None and _OWN in others:
-            raise ValueError(f"others has the name {_OWN!r}, which is taken: rename it")
-        place = None if self._loader is None else self._loader.state_dict()
-        ranks = torch.distributed.get_world_size() if _is_distributed() else 1
-        own = {"step": step, "has_others": others is not None, "loader": place, "ranks": ranks}
+        with self._manager._saver.failing_together():
+            own, place = self._own(epoch, step, others)
         self._manager.save(
             self._number + 1,
             self._model,
@@ -176,6 +170,22 @@ class TrySave:
             per_rank={"loader": place},
         )
         self._number += 1
+
+    def _own(
+        self, epoch: int, step: int, others: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Any], Any]:
+        """Return what is ours in the checkpoint, and this rank's place in the loader."""
+        for name, value in (("epoch", epoch), ("step", step)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} is {value!r}: give a whole number, 0 or more")
+        if others is not None and not isinstance(others, Mapping):
+            raise TypeError(f"others is a {type(others).__name__}: give a dict of names and values")
+        if others is not None and _OWN in others:
+            raise ValueError(f"others has the name {_OWN!r}, which is taken: rename it")
+        place = None if self._loader is None else self._loader.state_dict()
+        ranks = torch.distributed.get_world_size() if _is_distributed() else 1
+        own = {"step": step, "has_others": others is not None, "loader": place, "ranks": ranks}
+        return own, place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrySave:
         """Stay the same in a copy of the model, such as an average of its weights."""

@@ -29,6 +29,7 @@ import torch
 # Gives the tensor a name refers to.
 Fetch = Callable[[str], torch.Tensor]
 _PLAIN = (type(None), bool, int, str)
+_MOST_BITS = 14_000  # of an int; Python reads and writes no more than 4300 digits unless told to
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -52,6 +53,11 @@ class _Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, name: str) -> Any:
+        if type(value) is int and value.bit_length() > _MOST_BITS:
+            raise ValueError(
+                f"{name} is an int of {value.bit_length()} bits: at most {_MOST_BITS} are stored; "
+                "give bytes (int.to_bytes) or a string"
+            )
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
@@ -59,9 +65,14 @@ class _Encoder:
         simple = _encode_simple(value)
         if simple is not None:
             return simple
-        if isinstance(value, np.ndarray):
+        if type(value) in (np.ndarray, np.memmap):  # others have more than their items
             if value.dtype.kind not in "biufc":
                 raise TypeError(f"{name} is an array of {value.dtype}: give numbers or bool")
+            if value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
+                raise TypeError(
+                    f"{name} is an array of {value.dtype}, which torch has no type for: convert it "
+                    "to float64 or complex128"
+                )
             native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
             return {"$array": self._keep(name, torch.from_numpy(native))}
         if id(value) in self._open:
@@ -141,6 +152,24 @@ def decode(value: Any, fetch: Fetch) -> Any:
     if len(value) != 1 or mark not in _DECODERS:
         raise ValueError(f"the mark {mark!r} is not known")
     return _DECODERS[mark](value[mark], fetch)
+
+
+def is_dict(encoded: Any) -> bool:
+    """Whether an encoded value is a dict."""
+    if not isinstance(encoded, dict):
+        return False
+    return "$dict" in encoded or not next(iter(encoded), "").startswith("$")
+
+
+def members(encoded: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the members of an encoded dict, still encoded, whatever its keys are."""
+    if "$dict" not in encoded:
+        return dict(encoded)
+    return {decode(key, _no_tensor): value for key, value in encoded["$dict"]}
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise ValueError(f"{name} is a tensor that is a key of a dict")
 
 
 def names_in(value: Any) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from hfai.checkpoint.contents import CheckpointFiles
-from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError, is_damage
 from hfai.checkpoint.format import Index, Slice, digest, hash_of
 from hfai.checkpoint.parallel import in_threads
 
@@ -125,6 +125,8 @@ def _check(
     try:
         files.file(index).read_into(begin, [memoryview(data)])
     except (EOFError, OSError) as error:
+        if not is_damage(error):
+            raise
         raise DamagedCheckpointError(
             f"{path} cannot be read at byte {begin}: {error}",
             path=path,

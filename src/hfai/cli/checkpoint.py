@@ -227,7 +227,7 @@ def show(path: str, tensors: bool, json: bool) -> None:
 def verify(path: str, threads: int, json: bool) -> None:
     """Compare every byte of PATH with its hash; of a directory, of all checkpoints in it.
 
-    Exits with 1 if anything is damaged.
+    Exits with 1 if anything is damaged, or a checkpoint in the directory has lost its COMMIT file.
     """
     from hfai.checkpoint.contents import CheckpointFiles
     from hfai.checkpoint.errors import DamagedCheckpointError, NoCheckpointError
@@ -238,7 +238,20 @@ def verify(path: str, threads: int, json: bool) -> None:
     place = locate(path)
     children = [] if place.is_committed() else place.children()
     results: list[dict[str, Any]] = []
-    for location in [place.child(name) for name in children] or [place]:
+    headless = [] if place.is_committed() else place.unfinished()
+    for name in headless:
+        lost = f"{place.child(name).path}/COMMIT"
+        damage = Damage(lost, "", -1, f"{lost} is missing: without it there is no checkpoint")
+        results.append(
+            {
+                "path": place.child(name).path,
+                "bytes": 0,
+                "damaged": [damage._asdict()],
+                "unknown_files": [],
+            }
+        )
+    places = [place.child(name) for name in children]
+    for location in places or ([] if headless else [place]):
         found, total, unknown = [], 0, []
         try:
             with CheckpointFiles(location) as files:

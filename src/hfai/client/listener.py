@@ -124,8 +124,10 @@ class Listener:
             _log.warning("%s; remove it, or the next run suspends at once", error)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if Listener._listening is self and self.heard is None:
-            self.heard = signal.Signals(number).name
+        # Another one that starts just now may have no handler yet.
+        listening = Listener._listening
+        if listening is not None and number in listening.signals and listening.heard is None:
+            listening.heard = signal.Signals(number).name
         previous = self._previous.get(number)
         if callable(previous):
             previous(number, frame)

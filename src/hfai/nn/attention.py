@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hfai.kernels.mha import call, traced
+from hfai.kernels.mha import call, dispatch, traced
 from hfai.kernels.mha.call import Options
 from hfai.nn.path import Path
 from hfai.nn.stand_in import as_leaf, as_torch
@@ -63,12 +63,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         reason = call.why_not_covered(self)
         if reason is None and not self.out_proj.weight.is_cuda:
             reason = f"the parameters are on {self.out_proj.weight.device.type}, not on CUDA"
+        if reason is None and not torch.is_autocast_enabled("cuda"):
+            reason = dispatch.why_not_precision(self.out_proj.weight.dtype)
         if reason is not None:
             return Path("torch", reason)
+        longer = f"more than {dispatch.LONGEST} queries or keys, longer than what was measured"
         if self.training and self.dropout:
             return Path(
                 "hfai",
-                "fused attention on the input product; with need_weights=True, the default, "
-                "torch's as long as dropout is on",
+                "fused attention on the input product; as long as dropout is on, torch's with "
+                f"need_weights=True, the default, and with masks at {longer}",
             )
-        return Path("hfai", "fused attention on the input product, averaged weights on the side")
+        return Path(
+            "hfai",
+            "fused attention on the input product, averaged weights on the side; torch's for "
+            f"{longer}, and mostly for calls without gradients",
+        )

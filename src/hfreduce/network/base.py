@@ -39,19 +39,39 @@ class Network(ABC):
     name: str
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str, lane: int = 0) -> None:
-        """Reduce over the nodes, in place, with the same bits on all.
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return every node's tensor, by node: for the few numbers that are said before a call.
 
         Args:
-            tensor: Contiguous, of one dimension, on the CPU; the same size on all.
-            op: "sum", "avg", "min" or "max".
-            lane: 0 or 1. Calls of different lanes may be under way at once, in threads of their
-                own; those of one lane are in the same order on all nodes.
+            tensor: Contiguous, of one dimension, on the CPU; the same size and type on all.
 
         Raises:
             DeadPeerError: A node is gone.
             LatePeerError: A node did not come within the timeout.
         """
+
+    @abstractmethod
+    def all_reduce(
+        self, tensor: Tensor, op: str, lane: int = 0, *, out: Tensor, divisor: int = 1
+    ) -> None:
+        """Reduce over the nodes, with the same bits on all.
+
+        Args:
+            tensor: Contiguous, of one dimension, on the CPU; the same size and type on all. It is
+                overwritten.
+            op: "sum", "min" or "max".
+            lane: 0 or 1. Calls of different lanes may be under way at once, in threads of their
+                own; those of one lane are in the same order on all nodes.
+            out: Where the result goes, rounded once to its type, which may be narrower than the
+                tensor's; or the tensor itself.
+            divisor: What the result is divided by before it is rounded.
+
+        Raises:
+            DeadPeerError: A node is gone.
+            LatePeerError: A node did not come within the timeout.
+        """
+
+    # A signal's handler that raises in the thread of a call ends the call at once.
 
     @abstractmethod
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from hfreduce.errors import DeadPeerError, LatePeerError
 from hfreduce.network.base import Place
 from hfreduce.network.point_to_point import PointToPoint
 
+# Requests of calls that failed, with what they refer to: MPI is not done with it.
+_kept: list[Any] = []
 _PAUSES = 0.00001, 0.001  # seconds between two looks, at first and at last
 
 
@@ -61,17 +64,21 @@ class MpiNetwork(PointToPoint):
     ) -> None:
         """See `PointToPoint`."""
         comm = self._comm
-        started = []
+        received: list[tuple[int, Any]] = []
+        sent: list[tuple[int, Any]] = []
         try:
             for node, tensor in receives:
                 if tensor.numel():
-                    started.append((node, comm.Irecv(self._bytes(tensor), node, lane)))
+                    received.append((node, comm.Irecv(self._bytes(tensor), node, lane)))
             for node, tensor in sends:
                 if tensor.numel():
-                    started.append((node, comm.Isend(self._bytes(tensor), node, lane)))
-            self._finish(started)
-        except self._mpi.Exception as error:
-            raise DeadPeerError(f"MPI lost a node ({error}): look for its own error") from error
+                    sent.append((node, comm.Isend(self._bytes(tensor), node, lane)))
+            self._finish(received + sent)
+        except BaseException as error:
+            self._drop(received, sent)
+            if isinstance(error, self._mpi.Exception):
+                raise DeadPeerError(f"MPI lost a node ({error}): look for its own error") from error
+            raise
 
     def close(self) -> None:
         """See `Network`. MPI's own end frees what it has."""
@@ -93,6 +100,15 @@ class MpiNetwork(PointToPoint):
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def _drop(self, received: list[tuple[int, Any]], sent: list[tuple[int, Any]]) -> None:
+        """Have nothing written any more to what a call that failed was to receive."""
+        for _, request in received:
+            with suppress(self._mpi.Exception):
+                if not request.Test():
+                    request.Cancel()
+        # MPI may read and write until these end, which for sends nothing can hasten.
+        _kept.extend(request for _, request in received + sent)
 
     def _bytes(self, tensor: Tensor) -> list[Any]:
         return [tensor.view(torch.uint8).numpy(), self._mpi.BYTE]

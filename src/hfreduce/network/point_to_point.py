@@ -3,8 +3,8 @@
 A tensor is cut into as many slices as there are nodes. Each node gets everyone's part of its slice,
 adds them in the order of the nodes, in float32 and rounded once, and gives the sum to all: each
 sends and receives 2 (N - 1) / N of the tensor, as little as a ring does, in 2 rounds in place of
-its 2 (N - 1), and narrow types are rounded once, where a ring or a tree rounds at each hop. Small
-tensors go whole to everyone: one round.
+its 2 (N - 1). Narrow types come as float32 sums and are rounded once, before the second round; a
+ring or a tree rounds at each hop. Small tensors go whole to everyone: one round.
 
 What a ring or a tree has over this is that a node talks to few others. That counts from dozens of
 nodes on, which we have had no way to measure.
@@ -25,6 +25,7 @@ from hfreduce.network.base import Network, Place
 # Up to here a round costs more than to send the whole to everyone. In bytes that a node sends.
 WHOLE_BYTES = 64 << 10
 _LINE = 64  # elements: slices start at whole cache lines
+_SAID = 2  # the lane of what is said before a call; tensors go in 0 and 1
 
 
 class PointToPoint(Network):
@@ -53,14 +54,27 @@ class PointToPoint(Network):
             LatePeerError: A node did not come within the timeout.
         """
 
-    def all_reduce(self, tensor: Tensor, op: str, lane: int = 0) -> None:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """See `Network`."""
-        if self.place.size == 1 or not tensor.numel():
+        parts = [torch.empty_like(tensor) for _ in range(self.place.size)]
+        parts[self.place.rank] = tensor
+        others = self._others()
+        self.exchange(
+            [(node, tensor) for node in others], [(node, parts[node]) for node in others], _SAID
+        )
+        return parts
+
+    def all_reduce(
+        self, tensor: Tensor, op: str, lane: int = 0, *, out: Tensor, divisor: int = 1
+    ) -> None:
+        """See `Network`."""
+        if not tensor.numel():
             return
         if tensor.nbytes * (self.place.size - 1) <= WHOLE_BYTES:
             self._whole(tensor, op, lane)
+            _finish(tensor, out, divisor)
         else:
-            self._by_slices(tensor, op, lane)
+            self._by_slices(tensor, op, lane, out, divisor)
 
     def _whole(self, tensor: Tensor, op: str, lane: int) -> None:
         others = self._others()
@@ -70,8 +84,8 @@ class PointToPoint(Network):
         )
         self._combine(parts, tensor, op)
 
-    def _by_slices(self, tensor: Tensor, op: str, lane: int) -> None:
-        slices = cut(tensor, self.place.size)
+    def _by_slices(self, tensor: Tensor, op: str, lane: int, out: Tensor, divisor: int) -> None:
+        slices, results = cut(tensor, self.place.size), cut(out, self.place.size)
         mine = slices[self.place.rank]
         others = self._others()
         parts = self._parts(mine, mine.numel(), lane)
@@ -81,8 +95,10 @@ class PointToPoint(Network):
             lane,
         )
         self._combine(parts, mine, op)
+        result = results[self.place.rank]
+        _finish(mine, result, divisor)
         self.exchange(
-            [(node, mine) for node in others], [(node, slices[node]) for node in others], lane
+            [(node, result) for node in others], [(node, results[node]) for node in others], lane
         )
 
     def _others(self) -> list[int]:
@@ -119,6 +135,18 @@ class PointToPoint(Network):
             0,
             out.numel(),
         )
+
+
+def _finish(tensor: Tensor, out: Tensor, divisor: int) -> None:
+    """Divide, and round to the result's type."""
+    if divisor > 1:
+        tensor.div_(divisor)
+    if out.data_ptr() == tensor.data_ptr():
+        return
+    if out.dtype == torch.float8_e4m3fn:  # before torch 2.13 a conversion gives NaN beyond its end
+        end = torch.finfo(out.dtype).max
+        tensor.clamp_(-end, end)
+    out.copy_(tensor)
 
 
 def cut(tensor: Tensor, count: int) -> list[Tensor]:

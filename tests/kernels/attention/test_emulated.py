@@ -63,14 +63,21 @@ def _poisoned(like: torch.Tensor) -> torch.Tensor:
     return launch.like_rows(like).fill_(float("nan"))
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_every_type_from_a_packed_product(dtype: torch.dtype) -> None:
-    check(call(dtype, 1, 40, 40, 2, 24, packed=True), weights=False)
+def packed_call(dtype: torch.dtype) -> Call:
+    """Return a case that several tests share, as compiling its kernels is what takes the time."""
+    return call(dtype, 1, 40, 40, 2, 24, packed=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_packed_product(dtype: torch.dtype) -> None:
+    check(packed_call(dtype), weights=False)
 
 
 def test_fp32_without_tf32_keeps_its_own_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tf32(monkeypatch, False)
-    check(call(FP32, 1, 40, 70, 1, 24), tolerance=1e-6)
+    # `supports` leaves such calls to torch: four more kernels to compile are for the long run.
+    weights = "HFAI_LONG_TESTS" in os.environ
+    check(call(FP32, 1, 40, 70, 1, 24), weights=weights, tolerance=1e-6)
 
 
 def test_keys_in_several_parts_with_all_masks_at_once() -> None:
@@ -88,28 +95,28 @@ def test_a_mask_of_each_head_and_sequence_first() -> None:
 
 def test_rows_without_any_key_get_zeros_and_no_gradient() -> None:
     mask = torch.arange(20)[:, None].expand(20, 37) % 3 == 0
-    check(call(BF16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask)), weights=False)
+    check(call(FP16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask)), weights=False)
 
 
 def test_rows_without_any_key_get_nan_where_that_is_asked_for() -> None:
     mask = torch.arange(20)[:, None].expand(20, 37) % 3 == 0
-    case = call(BF16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask, nan_rows=True))
+    case = call(FP16, 1, 20, 37, 1, 8, masking=Masking(attn_mask=mask, nan_rows=True))
     check(case, weights=False)
     made, _ = launch.attention_forward(case.q, case.k, case.v, case.masking)
     assert torch.equal(made.isnan().all(-1).all(-1)[0], mask[:, 0])
 
 
 def test_an_infinite_or_nan_input_stays_in_its_own_head() -> None:
-    case = call(BF16, 1, 20, 37, 2, 8, masking=Masking(scale=1.0))
+    case = packed_call(BF16)
     case.q[0, 3, 0, 0] = torch.nan
     made, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)
     assert made[0, 3, 0].isnan().all()
     assert lse[0, 0, 3].isnan()
-    assert made.isnan().sum() == 8
+    assert made.isnan().sum() == 24
 
 
 def test_an_output_gradient_of_any_layout_is_taken() -> None:
-    case = call(FP32, 2, 30, 23, 2, 8)
+    case = packed_call(FP32)
     made = launch.attention_forward(case.q, case.k, case.v, case.masking)
     operands = (case.q, case.k, case.v, *made, case.masking)
     expected = launch.attention_backward(case.dout, *operands)
@@ -122,7 +129,7 @@ def test_an_output_gradient_of_any_layout_is_taken() -> None:
 
 
 def test_the_same_bits_come_out_twice() -> None:
-    case = call(FP32, 2, 30, 23, 2, 8)
+    case = packed_call(FP32)
     q, k, v, masking = case.q, case.k, case.v, case.masking
     made = [launch.attention_forward(q, k, v, masking) for _ in range(2)]
     found = [launch.attention_backward(case.dout, q, k, v, *one, masking) for one in made]
@@ -142,5 +149,6 @@ def test_random_calls(seed: int) -> None:
     mask = torch.randn(rows, keys, generator=generator)
     mask = draw.choice([None, mask, mask.to(dtype), mask > 1])
     padded = draw.choice([None, padding(batch, keys), padding(batch, keys).to(dtype) * -1e4])
-    masking = Masking(draw.choice([True, False]), mask, padded, nan_rows=draw.choice([True, False]))
+    causal, nan_rows = draw.choice([(True, False), (False, False), (False, True)])
+    masking = Masking(causal, mask, padded, nan_rows=nan_rows)
     check(call(dtype, batch, rows, keys, heads, head_dim, masking=masking, seed=seed))

@@ -134,14 +134,32 @@ class Location(ABC):
     def children(self) -> list[str]:
         """Return the names of the checkpoints in this directory; empty where there is none."""
 
+    def unfinished(self) -> list[str]:
+        """Return the names in this directory that have a checkpoint's files and no commit record.
+
+        Where a save is seen only when it is whole, somebody has taken that record away; other
+        stores name none.
+        """
+        return []
+
     @abstractmethod
     def child(self, name: str) -> Location:
         """Return a place in this directory."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the checkpoint; if that is interrupted, none is left to be seen."""
+        """Remove the checkpoint; if that is interrupted, none is left to be seen.
+
+        Of a symbolic link only the link is removed.
+        """
 
     @abstractmethod
     def sweep(self) -> list[str]:
         """Remove what dead writers left in this directory; return the names."""
+
+    @abstractmethod
+    def sweep_beside(self) -> None:
+        """Remove what dead writers of this one checkpoint left, where that lies beside it.
+
+        Raises nothing: what cannot be removed stays.
+        """

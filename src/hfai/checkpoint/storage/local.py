@@ -4,10 +4,13 @@ A save writes into `.NAME.GENERATION.tmp`, a directory beside its name, flushes 
 directory, and renames it. Where a checkpoint of that name exists the two directories change places
 in one step (renameat2 with RENAME_EXCHANGE), and the old one is removed. A file system that cannot
 do that gets two renames: `.NAME.old` is the old checkpoint until the new one has its name, and a
-reader that finds none under the name looks there.
+reader that finds none under the name looks there. What is removed gets a temporary name first.
 
 Every process that writes holds a shared lock on the temporary directory. The kernel lets go of it
 when the process dies, however it dies, which is how a later job knows what it may remove.
+
+A name that is a symbolic link is never written through, and of one that is removed only the link
+goes.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import errno
 import fcntl
 import functools
 import os
+import re
+import secrets
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hfai.checkpoint.format import COMMIT
+from hfai.checkpoint.format import COMMIT, is_name
 from hfai.checkpoint.storage.base import File, Location, Sink, Writer
 
 _TEMPORARY = ".tmp"
@@ -34,6 +39,8 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
 # A directory that nobody locks may be of a writer on another machine whose locks are not seen here.
 _ABANDONED_AFTER = 600.0  # seconds without a change
+_LONGEST = 255  # bytes of a name in Linux's file systems
+_GENERATION = 16  # hexadecimal digits
 
 
 class LocalLocation(Location):
@@ -73,6 +80,13 @@ class LocalLocation(Location):
             return sorted(name for name in found if self.child(name).is_committed())
         return []
 
+    def unfinished(self) -> list[str]:
+        """Return names of directories here with a checkpoint's files and no commit record."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = [name for name in os.listdir(self.path) if not name.startswith(".")]
+            return sorted(name for name in names if _is_headless(Path(self.path, name)))
+        return []
+
     def _visible(self) -> list[str]:
         return [n for n in os.listdir(self.path) if not n.startswith(".") or n.endswith(_OLD)]
 
@@ -81,12 +95,17 @@ class LocalLocation(Location):
         return LocalLocation(os.path.join(self.path, name))
 
     def remove(self) -> None:
-        """Remove the checkpoint; its commit record goes first."""
-        for directory in (self.path, str(_old(Path(self.path)))):
+        """Remove the checkpoint: its name first, so that `sweep` finds what a kill leaves."""
+        path = Path(self.path)
+        for directory in (path, _old(path)):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(directory, COMMIT))
-                flush_directory(directory)
-                shutil.rmtree(directory)
+                if directory.is_symlink():
+                    directory.unlink()
+                    continue
+                aside = _temporary(path, secrets.token_hex(_GENERATION // 2))
+                directory.rename(aside)
+                flush_directory(aside.parent)
+                shutil.rmtree(aside)
 
     def sweep(self) -> list[str]:
         """Remove what dead writers left in this directory."""
@@ -97,6 +116,15 @@ class LocalLocation(Location):
                 if left and entry.is_dir(follow_symlinks=False) and _remove_abandoned(entry.path):
                     found.append(entry.name)
         return found
+
+    def sweep_beside(self) -> None:
+        """Remove what dead writers of this name left."""
+        directory, name = os.path.split(self.path)
+        left = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{{_GENERATION}}}{_TEMPORARY}", re.DOTALL)
+        with contextlib.suppress(OSError):
+            for entry in os.listdir(directory):
+                if left.fullmatch(entry):
+                    _remove_abandoned(os.path.join(directory, entry))
 
     def _find(self, name: str) -> Path:
         """Return the path of a file: of the old checkpoint, between the renames of a new one."""
@@ -109,8 +137,16 @@ class LocalLocation(Location):
 class _LocalWriter(Writer):
     def __init__(self, target: Path, generation: str) -> None:
         self._target = target
+        length, added = len(os.fsencode(target.name)), len(f"..{generation}{_TEMPORARY}")
+        if length + added > _LONGEST:
+            raise OSError(
+                errno.ENAMETOOLONG,
+                f"the name has {length} bytes: give one of at most {_LONGEST - added}, since a "
+                "temporary one is made from it",
+                str(target),
+            )
         _need_replaceable(target)  # now, not when all is written
-        self._work = target.with_name(f".{target.name}.{generation}{_TEMPORARY}")
+        self._work = _temporary(target, generation)
         self._descriptor = _made_and_locked(self._work)
 
     def create(self, name: str, size: int) -> Sink:
@@ -131,7 +167,11 @@ class _LocalWriter(Writer):
         self.put(COMMIT, record)
         flush_directory(self._work)
         _put_in_place(self._work, self._target)
-        flush_directory(self._target.parent)
+        try:
+            flush_directory(self._target.parent)
+        except OSError as error:
+            # Whether the new one would be there after a power cut is not known: the old one stays.
+            raise _named(error, self._put_back(record)) from None
         # What stood there before: under the temporary name, or left between two renames.
         for before in (self._work, _old(self._target)):
             if before.exists():
@@ -139,6 +179,20 @@ class _LocalWriter(Writer):
                     os.unlink(before / COMMIT)
                 shutil.rmtree(before, ignore_errors=True)
         self.leave()
+
+    def _put_back(self, record: bytes) -> Path:
+        """Let what stood there before have its name again; return where the error happened."""
+        work, target, old = self._work, self._target, _old(self._target)
+        with contextlib.suppress(OSError):
+            if (target / COMMIT).read_bytes() != record:  # another writer's by now
+                return target.parent
+            if work.exists():
+                _exchange(work, target)
+            else:
+                target.rename(work)
+                if old.exists():
+                    old.rename(target)
+        return target.parent
 
     def abort(self) -> None:
         shutil.rmtree(self._work, ignore_errors=True)
@@ -154,7 +208,10 @@ def _made_and_locked(path: Path) -> int:
     """Make a directory, where another process has not, and return a descriptor that locks it."""
     while True:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # `sweep` was quicker
         with contextlib.suppress(OSError):  # some network file systems lock no directories
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         if os.fstat(descriptor).st_nlink and path.exists():
@@ -271,8 +328,18 @@ def _put_in_place(work: Path, target: Path) -> None:
 
 
 def _need_replaceable(target: Path) -> None:
-    """Refuse to replace what is no checkpoint; an empty directory may be."""
-    if not target.exists() or (target / COMMIT).is_file():
+    """Refuse to replace what is no checkpoint, whole or without its commit record.
+
+    An empty directory may be replaced.
+    """
+    if target.is_symlink():
+        raise FileExistsError(
+            errno.EEXIST,
+            "is a symbolic link, which is not written through: give the path that it points to, "
+            "or remove it",
+            str(target),
+        )
+    if not target.exists() or (target / COMMIT).is_file() or _is_headless(target):
         return
     if not target.is_dir() or any(target.iterdir()):
         raise FileExistsError(
@@ -298,12 +365,24 @@ def _swap_by_two_renames(work: Path, target: Path) -> None:
     if old.exists() and target.exists():
         shutil.rmtree(old)
     os.rename(target, old)
-    os.rename(work, target)
-    shutil.rmtree(old, ignore_errors=True)
+    os.rename(work, target)  # the old one goes when that is flushed
 
 
 def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}{_OLD}")
+
+
+def _temporary(target: Path, generation: str) -> Path:
+    return target.with_name(f".{target.name}.{generation}{_TEMPORARY}")
+
+
+def _is_headless(path: Path) -> bool:
+    """Whether a directory has a checkpoint's files, and nothing else, and no commit record."""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    return any(name.endswith(".json") for name in names) and all(map(is_name, names))
 
 
 @functools.cache
@@ -318,7 +397,7 @@ def _renameat2() -> Any:
 def _remove_abandoned(path: str) -> bool:
     """Remove a temporary directory that no living process writes into; say whether it was."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -136,6 +136,9 @@ class RemoteLocation(Location):
         """Remove nothing: who wrote an object of a store cannot be asked whether it lives."""
         return []
 
+    def sweep_beside(self) -> None:
+        """Remove nothing, as `sweep`."""
+
 
 class _RemoteWriter(Writer):
     def __init__(

@@ -43,12 +43,14 @@ def attend(
     """Run a call of the module on fused attention, or return None: torch's turn."""
     if type(query) not in PLAIN_TYPES or not (query.is_cuda or also_on_cpu):
         return None
+    if type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
+        return None
+    if _is_small_inference(module, query, key, value):  # first, for it is the host that is slow
+        return None
     if query.is_cuda and query.get_device() != current_device():
         with torch.cuda.device(query.get_device()):
             return attend(module, query, key, value, options)
     if why_watched() is not None or why_not_covered(module) is not None:
-        return None
-    if type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
         return None
     if query.dim() == 2 and key.dim() == 2 and value.dim() == 2:
         return _unbatched(module, query, key, value, options)
@@ -129,12 +131,15 @@ def _batched(
         causal = key_padding_mask is None and not options.need_weights
         attn_mask = None if causal else attn_mask
     masked = key_padding_mask is not None or attn_mask is not None
+    by_torchs_node = bool(dropout) and not masked
+    if dispatch.why_torchs(queries, keys, _product_type(q), by_torchs_node=by_torchs_node):
+        return None
     if masked and masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
         return None
     inference = not module.training and _is_torchs_inference(
         module, q, k, v, key_padding_mask, attn_mask, module.batch_first and not as_one
     )
-    if inference and q.numel() * q.shape[-1] < dispatch.LEAST_WORK_IN_INFERENCE:
+    if inference and not dispatch.INSTEAD_OF_ONE_OPERATOR:
         return None
     nan_rows = masked and (options.need_weights or inference)
     layout = Layout(module.num_heads, batch_first)
@@ -147,6 +152,34 @@ def _batched(
     if weights is not None and q.is_cuda and torch.is_autocast_enabled("cuda"):
         weights = weights.float()  # as softmax is under autocast there
     return y.transpose(0, 1) if swapped else y, weights
+
+
+def _is_small_inference(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> bool:
+    """Return whether no gradient is wanted and the call is too small to be faster here.
+
+    Never with dropout in training: a checkpoint's first forward, which asks for no gradients, must
+    draw the same as the one that is run again for them.
+    """
+    if query.dim() < 2 or (module.training and module.dropout):
+        return False
+    if query.numel() * query.shape[-1] >= dispatch.LEAST_WORK_IN_INFERENCE:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return False
+    if getattr(getattr(module.out_proj, "weight", None), "requires_grad", False):
+        return False  # also where something keeps the parameters elsewhere, as FSDP does
+    return not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _product_type(q: Tensor) -> torch.dtype:
+    """Return the type in which products are made; on the CPU, in tests, none that has a switch."""
+    if not q.is_cuda:
+        return torch.bfloat16
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
 
 
 def _why_not_inputs(

@@ -121,6 +121,9 @@ class Efficient:
         causal: bool,
     ) -> Gradients:
         """See `Core`."""
+        # In half precision the kernel reads rows of `out` as if heads lay side by side and rows
+        # one after the other, whatever the strides say: with [L, B, E] it would read others' rows.
+        out = out.contiguous()
         wanted = [True, True, True, False]
         made = _aten._scaled_dot_product_efficient_attention_backward.default(
             *_t(grad, q, k, v), _expanded(bias, q, k), *_t(out), *kept, 0.0, wanted, causal

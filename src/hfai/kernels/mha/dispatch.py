@@ -3,9 +3,9 @@
 As measured on an H200 (docs/attention.md): in half precision our kernel is the fastest up to 64
 queries and keys, both ways; from there to 256 cuDNN's forward is faster, and our backward about as
 fast as cuDNN's and without the copy that gathers three gradients into one. In fp32 with TF32 it is
-the fastest up to 256, both ways. What it leaves, and everything longer, goes to the operator that
-torch itself would choose, by torch's own switches (`torch.nn.attention.sdpa_kernel`), with known
-faults routed around.
+the fastest up to 256, both ways. What it leaves goes to the operator that torch itself would
+choose, by torch's own switches (`torch.nn.attention.sdpa_kernel`), with known faults routed around.
+What was slower there, or has not been measured, is left to torch's own forward: `why_torchs`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,56 @@ from torch.nn import functional as F
 
 from hfai.kernels import attention
 from hfai.kernels.attention import Masking
+from hfai.kernels.attention.precision import allows_tf32
 from hfai.kernels.mha.cores import Core, Cudnn, Efficient, Flash, OnCpu, ThenOurs, Unfused
 
 FLASH, EFFICIENT, CUDNN, ON_CPU, UNFUSED = Flash(), Efficient(), Cudnn(), OnCpu(), Unfused()
 # By the numbers of torch's own enumeration, torch.nn.attention.SDPBackend.
 _BACKENDS: dict[int, Core] = {1: FLASH, 2: EFFICIENT, 3: CUDNN}
 _THEN_OURS: dict[Core, Core] = {core: ThenOurs(core) for core in (FLASH, EFFICIENT, CUDNN)}
-MOST_HEAD_DIM = 256
-# Multiply-adds of a product of E by E below which torch's own inference path, one operator for the
-# whole module, is left alone: the host takes longer over a call than the GPU over its work.
-LEAST_WORK_IN_INFERENCE = 1 << 29
-
+MOST_HEAD_DIM = 128  # beyond it no kernel of ours reaches, and nothing has been timed
+# Multiply-adds of a product of E by E below which calls without gradients are torch's: those of the
+# smallest case in which ours was timed and faster, 200 sequences of 256 rows of 1024.
+LEAST_WORK_IN_INFERENCE = 200 * 256 * 1024**2
+# Whether calls in evaluation for which torch has one operator for the whole module run here. At
+# 2x16x256 that took 0.54 to 0.74 of our time, for the host does less; nothing larger was measured.
+INSTEAD_OF_ONE_OPERATOR = False
+# Queries or keys beyond which calls are torch's. Nothing longer has been timed, and on its one run
+# the memory-efficient core had wrong gradients there (see `cores.Efficient.backward`; mended, and
+# not run again on a GPU). All that follows knows no such limit: raise it once that has been run.
+LONGEST = 256
+# Whether fp32 without TF32 runs here: measured at 0.92 to 1.04 times torch's speed.
+WITHOUT_TF32 = False
 
 # Queries and keys up to which our forward is the fastest in half precision.
 MOST_ROWS_FORWARD = 64
 # Whether our backward follows torch's forward beyond that, as far as it reaches.
 OURS_BACKWARD = True
+
+
+def why_torchs(queries: int, keys: int, dtype: torch.dtype, *, by_torchs_node: bool) -> str | None:
+    """Say why a call that could run here is left to torch's own forward, or None.
+
+    Args:
+        queries: queries of a sequence.
+        keys: keys of a sequence.
+        dtype: in which products are made.
+        by_torchs_node: whether weights are dropped and nothing is masked. Such calls run torch's
+            own node at any length (measured in BERT-large's step of 512 rows).
+    """
+    if max(queries, keys) > LONGEST and not by_torchs_node:
+        return f"{queries} queries, {keys} keys: longer than what was measured, {LONGEST}"
+    return why_not_precision(dtype)
+
+
+def why_not_precision(dtype: torch.dtype) -> str | None:
+    """Say why products of a type are left to torch, or None."""
+    if dtype is torch.float32 and not WITHOUT_TF32 and not allows_tf32():
+        return (
+            "fp32 without TF32, in which torch's own was as fast: allow TF32 "
+            "(torch.backends.cuda.matmul.allow_tf32 = True) or use autocast"
+        )
+    return None
 
 
 def is_ours(q: Tensor, k: Tensor, masking: Masking, differentiable: bool) -> bool:
