@@ -160,6 +160,7 @@ def load(
     shared_bytes: int = 0,
     cluster: int = 1,
     overlap: bool = False,
+    architecture: str | None = None,
 ) -> Kernel:
     """Compile if need be, load onto `device` (an index) and fix the launch shape of one kernel.
 
@@ -172,6 +173,8 @@ def load(
         cluster: blocks in a cluster.
         overlap: let the kernel start before the one in front of it in the stream has ended, on
             devices that can (`wait_for_previous_kernel` in common.cuh).
+        architecture: to compile for, by default the device's own: `sm_90a` where the program uses
+            what only Hopper has.
 
     Raises:
         RuntimeError: the driver refuses the binary or the shared memory asked for.
@@ -182,7 +185,7 @@ def load(
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the primary context current for cuda-core
         Device(device).set_current()
-        architecture = device_limits(device).architecture
+        architecture = architecture or device_limits(device).architecture
         try:
             kernel = compile_to_cubin(text, architecture).get_kernel(name)
         except Exception:  # a damaged cache entry: the fresh compilation's error is the one to show

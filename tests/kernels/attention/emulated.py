@@ -17,7 +17,7 @@ from hfai.kernels import jit
 from tests.kernels.rnn.emulated import COMPILER, FLAGS
 
 HERE = Path(__file__).parent
-STANDS_IN_FOR = ("tensor_cores.cuh",)
+STANDS_IN_FOR = ("tensor_cores.cuh", "warpgroup.cuh")
 ENTRY = """
 template <class A> A argument(u64 raw) {
   if constexpr (std::is_pointer_v<A>) return reinterpret_cast<A>(raw);
@@ -80,15 +80,19 @@ def load(
     ]
     parts = [f'#include "{HERE / "emulator.hpp"}"', *lines]
     parts.append(f"typedef {jit.CUDA_TYPES[dtype]} T;")
+    parts.append(f'#include "{HERE / "warpgroup.hpp"}"')
     for source in sources:
         if source not in STANDS_IN_FOR:
             parts += [f'#line 1 "{source}"', (jit.KERNELS / source).read_text()]
     text = "\n".join(parts)
     text, found = re.subn(
-        r"extern __shared__ float shared\[\];.*", "#define shared (emulator::shared_memory())", text
+        r"extern __shared__ (__align__\(1024\) )?float shared\[\];.*",
+        "#define shared (reinterpret_cast<float*>(start_of_shared()))",
+        text,
     )
     assert found == 1
-    return EmulatedKernel(_compile(text + ENTRY.replace("KERNEL", kernel)), block, shared_bytes)
+    run_entry = ENTRY.replace("KERNEL", kernel)
+    return EmulatedKernel(_compile(text + run_entry), block, shared_bytes + 1024)  # to align it
 
 
 @functools.cache

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hfai.kernels.attention import hopper
+from hfai.kernels.attention.hopper import HopperBackwardPlan, HopperForwardPlan
 from hfai.kernels.jit import DeviceLimits
 
 MOST_ROWS = 256
@@ -196,8 +198,10 @@ def blocks_that_fit(plan: ForwardPlan | BackwardPlan | WeightsPlan, limits: Devi
 @functools.cache
 def choose_forward(
     head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
-) -> ForwardPlan | None:
+) -> ForwardPlan | HopperForwardPlan | None:
     """Return forward's plan, or None where none fits the device."""
+    if hopper.covers(head, dtype, keys, limits):
+        return hopper.choose_forward(head, rows, keys, limits)
     for row_tiles, warps, most_keys in _forward_shapes(head, dtype.itemsize, rows, keys):
         chunks = -(-keys // most_keys)
         chunk = _round_up(-(-keys // chunks), 16)
@@ -225,8 +229,10 @@ def _forward_shapes(
 @functools.cache
 def choose_backward(
     head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
-) -> BackwardPlan | None:
+) -> BackwardPlan | HopperBackwardPlan | None:
     """Return backward's plan, or None where none fits the device."""
+    if hopper.covers(head, dtype, keys, limits):
+        return hopper.choose_backward(head, rows, keys, limits)
     tiles = -(-rows // 16)
     # Two tiles a warp load operands half as often, where there are registers for it.
     few = rows <= (64 if dtype.itemsize == 2 and head <= 64 else 128)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hfai.kernels import jit
-from hfai.kernels.attention import plan
+from hfai.kernels.attention import hopper, plan
+from hfai.kernels.attention.hopper import HopperBackwardPlan, HopperForwardPlan
 from hfai.kernels.attention.masking import Masking
 from hfai.kernels.attention.plan import BackwardPlan, ForwardPlan, WeightsPlan
 from hfai.kernels.attention.precision import is_split
@@ -19,8 +20,13 @@ COMMON = ["tensor_cores.cuh", "attention/tiles.cuh", "attention/scores.cuh"]
 FORWARD = [*COMMON, "attention/forward.cu"]
 BACKWARD = [*COMMON, "attention/backward.cu"]
 WEIGHTS = [*COMMON, "attention/weights.cu"]
+HOPPER = [*COMMON[:1], "warpgroup.cuh", *COMMON[1:], "attention/swizzled.cuh"]
+HOPPER_FORWARD = [*HOPPER, "attention/hopper_forward.cu"]
+HOPPER_BACKWARD = [*HOPPER, "attention/hopper_backward.cu"]
 
-P = TypeVar("P", ForwardPlan, BackwardPlan, WeightsPlan)
+AnyForward = ForwardPlan | HopperForwardPlan
+AnyBackward = BackwardPlan | HopperBackwardPlan
+P = TypeVar("P", AnyForward, AnyBackward, WeightsPlan)
 
 
 class MaskKind(enum.IntEnum):
@@ -63,8 +69,8 @@ def mask_constants(
 
 # By device, dtype, rows, keys, head dimension and masks: all that tells programs apart.
 _Key = tuple[object, ...]
-_forward: dict[_Key, Program[ForwardPlan]] = {}
-_backward: dict[_Key, Program[BackwardPlan]] = {}
+_forward: dict[_Key, Program[AnyForward]] = {}
+_backward: dict[_Key, Program[AnyBackward]] = {}
 _weights: dict[_Key, Program[WeightsPlan]] = {}
 # Lengths that make the same tiles share a kernel.
 _kernels: dict[_Key, jit.Kernel] = {}
@@ -84,7 +90,7 @@ def _key(q: Tensor, k: Tensor, masking: Masking) -> _Key:
     )
 
 
-def forward(q: Tensor, k: Tensor, masking: Masking) -> Program[ForwardPlan]:
+def forward(q: Tensor, k: Tensor, masking: Masking) -> Program[AnyForward]:
     """Return the forward program for such tensors.
 
     Raises:
@@ -102,7 +108,7 @@ def forward(q: Tensor, k: Tensor, masking: Masking) -> Program[ForwardPlan]:
     return program
 
 
-def backward(q: Tensor, k: Tensor, masking: Masking) -> Program[BackwardPlan]:
+def backward(q: Tensor, k: Tensor, masking: Masking) -> Program[AnyBackward]:
     """Return the backward program for such tensors; raises as `forward`."""
     key = _key(q, k, masking)
     program = _backward.get(key)
@@ -128,17 +134,19 @@ def weights(q: Tensor, k: Tensor, masking: Masking, averaged: bool) -> Program[W
 
 
 def load_forward(
-    plan: ForwardPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
-) -> Program[ForwardPlan]:
-    """Compile and load forward.cu for a plan; `constants` are SPLIT and the masks'."""
-    return Program(plan, _load(FORWARD, "hfai_attention_forward", plan, dtype, device, constants))
+    plan: AnyForward, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
+) -> Program[AnyForward]:
+    """Compile and load forward's source for a plan; `constants` are SPLIT and the masks'."""
+    sources = HOPPER_FORWARD if isinstance(plan, HopperForwardPlan) else FORWARD
+    return Program(plan, _load(sources, "hfai_attention_forward", plan, dtype, device, constants))
 
 
 def load_backward(
-    plan: BackwardPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
-) -> Program[BackwardPlan]:
-    """Compile and load backward.cu for a plan; `constants` are SPLIT and the masks'."""
-    return Program(plan, _load(BACKWARD, "hfai_attention_backward", plan, dtype, device, constants))
+    plan: AnyBackward, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
+) -> Program[AnyBackward]:
+    """Compile and load backward's source for a plan; `constants` are SPLIT and the masks'."""
+    sources = HOPPER_BACKWARD if isinstance(plan, HopperBackwardPlan) else BACKWARD
+    return Program(plan, _load(sources, "hfai_attention_backward", plan, dtype, device, constants))
 
 
 def load_weights(
@@ -151,7 +159,7 @@ def load_weights(
 def _load(
     sources: list[str],
     name: str,
-    plan: ForwardPlan | BackwardPlan | WeightsPlan,
+    plan: AnyForward | AnyBackward | WeightsPlan,
     dtype: torch.dtype,
     device: int,
     constants: dict[str, int | bool],
@@ -159,9 +167,15 @@ def _load(
     key = (plan, dtype, device, *sorted(constants.items()))
     kernel = _kernels.get(key)
     if kernel is None:
+        is_hopper = isinstance(plan, HopperForwardPlan | HopperBackwardPlan)
         text = jit.program_text(sources, plan.constants() | constants, {"T": dtype})
         kernel = _kernels[key] = jit.load(
-            text, name, device, block=plan.threads, shared_bytes=plan.shared_bytes
+            text,
+            name,
+            device,
+            block=plan.threads,
+            shared_bytes=plan.shared_bytes,
+            architecture=hopper.ARCHITECTURE if is_hopper else None,
         )
     return kernel
 

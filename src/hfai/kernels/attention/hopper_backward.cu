@@ -1,0 +1,257 @@
+// What backward.cu computes, by warpgroups' products: for half precision on Hopper.
+//
+// A block takes one head of one batch: all of k, v, q and dout go to shared memory, the first tile of
+// rows with k and v before the others. A warpgroup owns 64 keys, whose dk and dv stay in registers,
+// and goes through the rows in tiles of 64. Everything is transposed, keys times rows, so that P^T and
+// dS^T come out of one product where the next takes its left operand:
+//   S^T = k q^T, dP^T = v dout^T, P^T = 2^(S^T - lse), dv += P^T dout,
+//   dS^T = P^T (dP^T - delta), dk += dS^T q.
+// dS^T goes to shared memory too, for all rows, so that no warpgroup waits for another until all is
+// done; then each has rows of dq = dS k. Where there is no room, OVERLAID, the last tile's dS^T lies
+// over the first tiles of q and dout, for which warpgroups wait once.
+//
+// delta is the sum of dout * out over a row. Memory is laid out as in backward.cu. Every sum has one
+// owner and one order: the same bits every time.
+
+constexpr int THREADS = 128 * GROUPS;
+constexpr int KEYS = GROUPS * TILE_ROWS;
+constexpr int ROWS = ROW_TILES * TILE_ROWS;
+constexpr int TILES = PASS_ROWS / 8;
+constexpr int PASSES = TILE_ROWS / PASS_ROWS;  // of a tile of rows
+constexpr int PIECES = TILE_ROWS * 8;       // of 16 bytes, of a tile of rows
+constexpr int ROWS_BYTES = 2 * TILE_BYTES;  // of a tile of q and one of dout
+static_assert(TILE_ROWS % PASS_ROWS == 0 && PASS_ROWS % 16 == 0, "whole passes");
+static_assert(!OVERLAID || GROUPS <= 2 * (ROW_TILES - 1), "tiles enough to lie over");
+
+extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, the key mask
+
+// As Masks::apply, where the sums' rows are keys and their columns rows.
+__device__ __forceinline__ void apply_transposed(const Masks& masks, float (&score)[TILES][4],
+                                                 int key, int row) {
+  if constexpr (HAS_ADDITION || CAUSAL || RAGGED) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = row + t * 8 + i % 2, k = key + i / 2 * 8;
+        if constexpr (HAS_ADDITION) {
+          float added = 0.0f;
+          if constexpr (MASK != NO_MASK)
+            if (r < masks.rows && k < masks.keys)
+              added = addition<MASK>(masks.mask, r * masks.mask_row + k) * LOG2_E;
+          if constexpr (KEY_MASK != NO_MASK) added += masks.key_added[k];
+          score[t][i] = __fmaf_rn(score[t][i], masks.factor, added);
+        }
+        if ((RAGGED && KEY_MASK == NO_MASK && k >= masks.keys) || (CAUSAL && k > r))
+          score[t][i] = -INFINITE;
+      }
+  }
+}
+
+// delta of a tile's rows: eight threads a row, each of which has 16 bytes of it.
+__device__ __forceinline__ void sum_products(float* delta, const T* out, i64 out_stride,
+                                             const T* dout, i64 dout_stride, int rows) {
+#pragma unroll
+  for (int i = 0; i < ceil_div(PIECES, THREADS); ++i) {
+    const int index = i * THREADS + threadIdx.x, row = index / 8, column = index % 8 * VECTOR;
+    if (PIECES % THREADS != 0 && index >= PIECES) break;  // whole warps
+    float sum = 0.0f;
+    if (row < rows && column < HEAD) {
+      const Vector<T, VECTOR> a = load_kept<true, T, VECTOR>(out + row * out_stride + column);
+      const Vector<T, VECTOR> b = load_kept<true, T, VECTOR>(dout + row * dout_stride + column);
+#pragma unroll
+      for (int e = 0; e < VECTOR; ++e) sum = __fmaf_rn(a[e], b[e], sum);
+    }
+#pragma unroll
+    for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (index % 8 == 0) delta[row] = sum;
+  }
+}
+
+// The warp's part of a tile of dS^T, from a column on, as the left operand by columns of dq reads it.
+__device__ __forceinline__ void store_transposed(char* tile, int column,
+                                                 const Kept<TILES>& dscore) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      *reinterpret_cast<u32*>(tile + swizzled(warp * 16 + lane / 4 + 8 * h, column / 8 + t) +
+                              lane % 4 * 4) =
+          dscore.word[t][h];
+}
+
+__device__ __forceinline__ void store_scaled(T* target, i64 stride, int rows, float factor,
+                                             float (&sum)[COLUMNS / 8][4]) {
+#pragma unroll
+  for (int t = 0; t < COLUMNS / 8; ++t)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[t][i] *= factor;
+  store_result(target, stride, rows, HEAD, sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention_backward(
+    const T* q, const T* k, const T* v, const T* out, const T* dout, const float* lse,
+    const void* mask, const void* key_mask, T* dq, T* dk, T* dv, i64 q_batch, i64 q_row, i64 q_head,
+    i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
+    i64 out_row, i64 out_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 dq_batch,
+    i64 dq_row, i64 dq_head, i64 dk_batch, i64 dk_row, i64 dk_head, i64 dv_batch, i64 dv_row,
+    i64 dv_head, i64 mask_batch, i64 mask_head, i64 mask_row, i64 key_mask_batch, i64 key_mask_key,
+    i64 heads, i64 rows_, i64 keys_, float factor, float scale) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = warpgroup_index();
+  const int rows = static_cast<int>(rows_), keys = static_cast<int>(keys_);
+  const u32 head = blockIdx.x % static_cast<u32>(heads), batch = blockIdx.x / static_cast<u32>(heads);
+  q += batch * q_batch + head * q_head;
+  k += batch * k_batch + head * k_head;
+  v += batch * v_batch + head * v_head;
+  out += batch * out_batch + head * out_head;
+  dout += batch * dout_batch + head * dout_head;
+  lse += static_cast<i64>(blockIdx.x) * rows;
+
+  char* const all_keys = reinterpret_cast<char*>(shared);
+  char* const all_values = all_keys + GROUPS * TILE_BYTES;
+  char* const all_rows = all_values + GROUPS * TILE_BYTES;
+  char* const dscores = all_rows + ROW_TILES * ROWS_BYTES;
+  float* const lse_2 = reinterpret_cast<float*>(dscores + (ROW_TILES - (OVERLAID ? 1 : 0)) * GROUPS *
+                                                              TILE_BYTES);
+  float* const delta = lse_2 + ROWS;
+  float* const key_added = delta + ROWS;
+  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
+                       rows, keys, factor};
+  const float to_exponent = masks.exponent_factor();
+  const auto dscores_of = [&](int tile) {
+    return OVERLAID && tile + 1 == ROW_TILES ? all_rows : dscores + tile * GROUPS * TILE_BYTES;
+  };
+  const auto copy_tile = [&](int tile) {
+    char* const target = all_rows + tile * ROWS_BYTES;
+    const int row = tile * TILE_ROWS;
+    copy_swizzled<TILE_ROWS, THREADS>(target, q + row * q_row, q_row, rows - row, threadIdx.x);
+    copy_swizzled<TILE_ROWS, THREADS>(target + TILE_BYTES, dout + row * dout_row, dout_row,
+                                      rows - row, threadIdx.x);
+  };
+
+  copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
+  copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
+  copy_tile(0);
+  copy_async_commit();
+#pragma unroll 1
+  for (int tile = 1; tile < ROW_TILES; ++tile) copy_tile(tile);
+  copy_async_commit();
+  read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
+                               key_mask_key, keys);
+  for (int row = threadIdx.x; row < ROWS; row += THREADS)
+    lse_2[row] = row < rows ? lse[row] * LOG2_E : INFINITE;  // no probability beyond the last row
+  sum_products(delta, out, out_row, dout, dout_row, rows);
+  copy_async_wait<1>();
+  fence_written_operands();
+  __syncthreads();
+
+  const u32 key_operand = describe(all_keys + group * TILE_BYTES);
+  const u32 value_operand = describe(all_values + group * TILE_BYTES);
+  const u32 rows_operand = describe(all_rows);
+  const int own_key = group * TILE_ROWS + warp * 16 + lane / 4;
+  float dkey[1][COLUMNS / 8][4], dvalue[1][COLUMNS / 8][4], sum[1][TILES][4];
+  Kept<TILES> probability, dscore;
+  set_zero(dkey);
+  set_zero(dvalue);
+
+#pragma unroll 1
+  for (int pass = 0; pass < ROW_TILES * PASSES; ++pass) {
+    if (pass == PASSES) {  // the other tiles have come
+#pragma unroll 1
+      for (int later = 1; later < ROW_TILES; ++later) {
+        const int row = later * TILE_ROWS;
+        sum_products(delta + row, out + row * out_row, out_row, dout + row * dout_row, dout_row,
+                     rows - row);
+      }
+      copy_async_wait<0>();
+      fence_written_operands();
+      __syncthreads();
+    }
+    const int tile = pass / PASSES;
+    if (OVERLAID && pass == (ROW_TILES - 1) * PASSES) __syncthreads();  // the other tiles are done with
+    // Rows that come before all of these keys have no part in them where CAUSAL.
+    if (CAUSAL && tile < group) continue;
+    const int pass_row = pass * PASS_ROWS, first = pass_row + lane % 4 * 2;
+    const u32 some_queries = advanced(rows_operand, tile * ROWS_BYTES + pass_row % TILE_ROWS *
+                                                                            SWIZZLED_ROW_BYTES);
+    const u32 some_dout = advanced(some_queries, TILE_BYTES);
+    hold(dkey[0]);
+    begin_products();
+    start_scores<PASS_ROWS>(sum[0], opaque(key_operand), some_queries);
+    end_products();
+    wait_products<0>();  // dkey's of the tile before, too
+    hold(sum[0]);
+    hold(dkey[0]);
+
+    apply_transposed(masks, sum[0], own_key, first);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const float2 offset = *reinterpret_cast<const float2*>(lse_2 + first + t * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sum[0][t][i] = exp2_approximate(
+            __fmaf_rn(sum[0][t][i], to_exponent, -(i % 2 == 0 ? offset.x : offset.y)));
+    }
+    probability.take(sum[0]);
+
+    hold(dvalue[0]);
+    begin_products();
+    start_scores<PASS_ROWS>(sum[0], opaque(value_operand), some_dout);
+    end_products();
+    start_sums(dvalue[0], probability, some_dout);
+    end_products();
+    wait_products<1>();
+    hold(sum[0]);
+
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      const float2 of_rows = *reinterpret_cast<const float2*>(delta + first + t * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        sum[0][t][i] =
+            probability.element(t, i) * (sum[0][t][i] - (i % 2 == 0 ? of_rows.x : of_rows.y));
+    }
+    dscore.take(sum[0]);
+    store_transposed(dscores_of(tile) + group * TILE_BYTES, pass_row % TILE_ROWS, dscore);
+    begin_products();
+    start_sums(dkey[0], dscore, some_queries);
+    end_products();
+  }
+  wait_products<0>();
+  hold(dkey[0]);
+  hold(dvalue[0]);
+  fence_written_operands();
+  __syncthreads();
+
+  float dquery[1][COLUMNS / 8][4];
+  const auto start_dq = [&](int tile) {
+    const u32 dscore_operand = describe(dscores_of(tile)), all_key_operand = describe(all_keys);
+    const int steps = CAUSAL ? min(GROUPS, tile + 1) * (TILE_ROWS / 16) : KEYS / 16;
+    set_zero(dquery);
+    hold(dquery[0]);
+    begin_products();
+#pragma unroll 4
+    for (int step = 0; step < steps; ++step)
+      WarpgroupProduct<T, COLUMNS>::run<true, true, true>(
+          dquery[0], advanced(dscore_operand, step * ACROSS_BYTES),
+          advanced(all_key_operand, step * ACROSS_BYTES));
+    end_products();
+  };
+  int tile = group;
+  if (tile < ROW_TILES) start_dq(tile);
+  const int first_key = group * TILE_ROWS + warp * 16;
+  store_scaled(dk + batch * dk_batch + head * dk_head + first_key * dk_row, dk_row, keys - first_key,
+               scale, dkey[0]);
+  store_scaled(dv + batch * dv_batch + head * dv_head + first_key * dv_row, dv_row, keys - first_key,
+               1.0f, dvalue[0]);
+  dq += batch * dq_batch + head * dq_head;
+  while (tile < ROW_TILES) {
+    wait_products<0>();
+    hold(dquery[0]);
+    const int row = tile * TILE_ROWS + warp * 16;
+    store_scaled(dq + row * dq_row, dq_row, rows - row, scale, dquery[0]);
+    tile += GROUPS;
+    if (tile < ROW_TILES) start_dq(tile);
+  }
+}

@@ -1,0 +1,137 @@
+// What forward.cu computes, by warpgroups' products: for half precision on Hopper.
+//
+// A block takes one head of one batch, all of whose q, k and v go to shared memory once. Each of
+// GROUPS warpgroups takes every GROUPS-th tile of 64 rows; scores of CHUNK keys at a time are in
+// registers. The weighted values of one chunk and the scores of the next, of the next tile after the
+// last, are multiplied at the same time, while other warpgroups are in their softmax.
+
+constexpr int THREADS = 128 * GROUPS;
+constexpr int KEYS = CHUNK * CHUNKS;
+constexpr int TILES = CHUNK / 8;
+static_assert(CHUNK % 16 == 0 && CHUNK <= 128, "one product has at most 128 keys here");
+static_assert(GROUPS <= ROW_TILES, "every warpgroup has a tile");
+
+extern __shared__ __align__(1024) float shared[];  // keys, values, rows of q, the key mask
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention_forward(
+    const T* q, const T* k, const T* v, T* out, float* lse, const void* mask, const void* key_mask,
+    i64 q_batch, i64 q_row, i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row,
+    i64 v_head, i64 out_batch, i64 out_row, i64 out_head, i64 mask_batch, i64 mask_head,
+    i64 mask_row, i64 key_mask_batch, i64 key_mask_key, i64 heads, i64 rows_, i64 keys_, i64 parts,
+    float factor, float without_keys) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = warpgroup_index();
+  const int rows = static_cast<int>(rows_), keys = static_cast<int>(keys_);
+  const u32 pair = blockIdx.x;  // of batch and head
+  const u32 head = pair % static_cast<u32>(heads), batch = pair / static_cast<u32>(heads);
+  q += batch * q_batch + head * q_head;
+  k += batch * k_batch + head * k_head;
+  v += batch * v_batch + head * v_head;
+  out += batch * out_batch + head * out_head;
+  lse += static_cast<i64>(pair) * rows;
+
+  char* const all_keys = reinterpret_cast<char*>(shared);
+  char* const all_values = all_keys + KEYS * SWIZZLED_ROW_BYTES;
+  char* const queries = all_values + KEYS * SWIZZLED_ROW_BYTES;
+  float* const key_added = reinterpret_cast<float*>(queries + ROW_TILES * TILE_BYTES);
+  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
+                       rows, keys, factor};
+  const float to_exponent = masks.exponent_factor();
+
+  copy_swizzled<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, threadIdx.x);
+  copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
+  copy_async_commit();
+  copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
+  copy_async_commit();
+  read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
+                               key_mask_key, keys);
+  copy_async_wait<1>();
+  fence_written_operands();
+  __syncthreads();
+
+  const u32 key_operand = describe(all_keys), value_operand = describe(all_values);
+  const u32 query_operand = describe(queries);
+  float score[TILES][4], sum[1][COLUMNS / 8][4], total[2], top[2];
+  bool values_are_there = false;
+  begin_products();
+  start_scores<CHUNK>(score, advanced(query_operand, group * TILE_BYTES), key_operand);
+  end_products();
+  wait_products<0>();
+  hold(score);
+
+#pragma unroll 1
+  for (int tile = group; tile < ROW_TILES; tile += GROUPS) {
+    const int row = tile * TILE_ROWS + warp * 16;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) total[h] = 0.0f, top[h] = -INFINITE;
+    set_zero(sum);
+    // Keys beyond the last row of the tile add nothing where CAUSAL.
+    const int chunks = CAUSAL ? min(CHUNKS, ((tile + 1) * TILE_ROWS - 1) / CHUNK + 1) : CHUNKS;
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      masks.apply(score, row + lane / 4, chunk * CHUNK + lane % 4 * 2);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float highest = top[h];
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+          highest = fmaxf(highest, fmaxf(score[t][2 * h], score[t][2 * h + 1]));
+        highest = max_in_quad(highest);
+        // Of a row without any key so far the differences must not be infinity less infinity.
+        const float base = (highest == -INFINITE ? 0.0f : highest) * to_exponent;
+        if (CHUNKS > 1 && chunk > 0) {
+          const float shrink = exp2_approximate(__fmaf_rn(top[h], to_exponent, -base));
+          total[h] *= shrink;
+#pragma unroll
+          for (int t = 0; t < COLUMNS / 8; ++t)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sum[0][t][2 * h + i] *= shrink;
+        }
+        top[h] = highest;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& value = score[t][2 * h + i];
+            value = exp2_approximate(__fmaf_rn(value, to_exponent, -base));
+            total[h] += value;
+          }
+      }
+      Kept<TILES> weight;
+      weight.take(score);
+      if (!values_are_there) {  // every warpgroup comes here once, with its first tile
+        copy_async_wait<0>();
+        fence_written_operands();
+        __syncthreads();
+        values_are_there = true;
+      }
+      const bool last = chunk + 1 == chunks;
+      const int next_tile = last ? tile + GROUPS : tile, next_chunk = last ? 0 : chunk + 1;
+      hold(sum[0]);
+      begin_products();
+      start_sums(sum[0], weight, advanced(value_operand, chunk * CHUNK * SWIZZLED_ROW_BYTES));
+      if (next_tile < ROW_TILES)
+        start_scores<CHUNK>(score, advanced(query_operand, next_tile * TILE_BYTES),
+                            advanced(key_operand, next_chunk * CHUNK * SWIZZLED_ROW_BYTES));
+      end_products();
+      wait_products<0>();
+      hold(sum[0]);
+      hold(score);
+    }
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float all = sum_in_quad(total[h]);
+      const bool none = all == 0.0f;
+      const float inverse = none ? without_keys : __fdividef(1.0f, all);
+#pragma unroll
+      for (int t = 0; t < COLUMNS / 8; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sum[0][t][2 * h + i] *= inverse;
+      const int own = row + lane / 4 + 8 * h;
+      if (lane % 4 == 0 && own < rows)
+        lse[own] = none ? INFINITE + without_keys
+                        : __fmaf_rn(top[h], to_exponent, log2f(all)) * LN_2;
+    }
+    store_result(out + row * out_row, out_row, rows - row, HEAD, sum[0]);
+  }
+}

@@ -1,0 +1,47 @@
+// Heads of at most 64 elements in half precision as operands of a warpgroup's products: rows of 128
+// bytes, swizzled (warpgroup.cuh), the columns from HEAD to 64 filled with zeros.
+
+constexpr int COLUMNS = 64;
+constexpr int TILE_ROWS = 64;  // of one warpgroup's product
+constexpr int TILE_BYTES = TILE_ROWS * SWIZZLED_ROW_BYTES;
+constexpr int STEP_BYTES = 32;                           // 16 columns, where an operand lies by rows
+constexpr int ACROSS_BYTES = 16 * SWIZZLED_ROW_BYTES;    // 16 rows, where it lies by columns
+static_assert(HALF && HEAD <= COLUMNS, "heads of half precision that fill one swizzled row");
+
+// Starts copying `count` rows of a head and fills up with zeros to ROWS; `thread` of THREADS.
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void copy_swizzled(char* target, const T* source, i64 stride, int count,
+                                              int thread) {
+  constexpr int PIECES = SWIZZLED_ROW_BYTES / 16;
+#pragma unroll
+  for (int i = 0; i < ceil_div(ROWS * PIECES, THREADS); ++i) {
+    const int index = i * THREADS + thread, row = index / PIECES, piece = index % PIECES;
+    if (ROWS * PIECES % THREADS != 0 && index >= ROWS * PIECES) break;
+    const bool copy = row < count && piece * VECTOR < HEAD;
+    copy_async_or_zeros(target + swizzled(row, piece),
+                        copy ? source + row * stride + piece * VECTOR : source, copy);
+  }
+}
+
+// sum[64][N] = a [64][COLUMNS] times the transpose of b [N][COLUMNS].
+template <int N>
+__device__ __forceinline__ void start_scores(float (&sum)[N / 8][4], u32 a, u32 b) {
+  typedef WarpgroupProduct<T, N> Product;
+  Product::template run<false, false, false>(sum, a, b);
+#pragma unroll
+  for (int step = 1; step < COLUMNS / 16; ++step)
+    Product::template run<true, false, false>(sum, advanced(a, step * STEP_BYTES),
+                                              advanced(b, step * STEP_BYTES));
+}
+// sum[64][COLUMNS] += left [64][8 TILES], a result, times right [8 TILES][COLUMNS].
+template <int TILES>
+__device__ __forceinline__ void start_sums(float (&sum)[COLUMNS / 8][4], const Kept<TILES>& left,
+                                           u32 right) {
+#pragma unroll
+  for (int step = 0; step < TILES / 2; ++step) {
+    u32 a[4];
+    left.as_left(a, step);
+    WarpgroupProduct<T, COLUMNS>::template run<true, true>(sum, a,
+                                                           advanced(right, step * ACROSS_BYTES));
+  }
+}
