@@ -8,7 +8,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ class EmulatedKernel:
 
 
 def load(
-    sources: list[str],
+    sources: Sequence[str],
     constants: Mapping[str, int | bool],
     dtype: torch.dtype,
     kernel: str,

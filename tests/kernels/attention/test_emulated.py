@@ -29,9 +29,9 @@ def _emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the emulator where programs are compiled and loaded, with a Hopper's limits."""
 
     def load(
-        sources: list[str], name: str, plan: Any, dtype: torch.dtype, device: int, constants: Any
+        name: str, plan: Any, dtype: torch.dtype, device: int, constants: Any
     ) -> emulated.EmulatedKernel:
-        constants = plan.constants() | constants
+        sources, constants = programs.sources_of(plan), plan.constants() | constants
         return emulated.load(sources, constants, dtype, name, plan.threads, plan.shared_bytes)
 
     monkeypatch.setattr(programs, "_load", load)

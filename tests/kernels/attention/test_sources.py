@@ -7,7 +7,6 @@ import torch
 
 from hfai.kernels import jit
 from hfai.kernels.attention import plan, programs
-from hfai.kernels.attention.plan import BackwardPlan, ForwardPlan, WeightsPlan
 from hfai.kernels.attention.programs import MaskKind
 from tests.kernels.compiled import DEVICES, resources
 
@@ -24,15 +23,16 @@ MOST_SPILLED = 128
 
 
 def check(
-    sources: list[str],
-    chosen: ForwardPlan | BackwardPlan | WeightsPlan | None,
+    chosen: programs.AnyPlan | None,
     dtype: torch.dtype,
     constants: dict[str, int | bool],
     architecture: str,
 ) -> None:
     assert chosen is not None
+    sources = programs.sources_of(chosen)
     text = jit.program_text(sources, chosen.constants() | constants, {"T": dtype})
-    (kernel,) = resources(text, architecture).values()
+    compiled_for = programs.architecture_of(chosen) or architecture
+    (kernel,) = resources(text, compiled_for).values()
     full = kernel.registers >= 126
     assert kernel.spilled <= (MOST_SPILLED if full else 0), (chosen, kernel)
     assert kernel.registers * chosen.threads <= 65536
@@ -45,18 +45,18 @@ def check(
 )
 def test_the_chosen_plans(architecture: str, dtype: torch.dtype, length: int) -> None:
     shape = (64, dtype, length, length, DEVICES[architecture])
-    check(programs.FORWARD, plan.choose_forward(*shape), dtype, NO_MASKS, architecture)
-    check(programs.BACKWARD, plan.choose_backward(*shape), dtype, NO_MASKS, architecture)
+    check(plan.choose_forward(*shape), dtype, NO_MASKS, architecture)
+    check(plan.choose_backward(*shape), dtype, NO_MASKS, architecture)
 
 
 def test_the_longest_rows_with_all_masks() -> None:
     shape = (64, FP16, 250, 250, DEVICES["sm_90"])
-    check(programs.FORWARD, plan.choose_forward(*shape), FP16, ALL_MASKS, "sm_90")
-    check(programs.BACKWARD, plan.choose_backward(*shape), FP16, ALL_MASKS, "sm_90")
+    check(plan.choose_forward(*shape), FP16, ALL_MASKS, "sm_90")
+    check(plan.choose_backward(*shape), FP16, ALL_MASKS, "sm_90")
 
 
 @pytest.mark.parametrize("averaged", [True, False])
 def test_the_weights(averaged: bool) -> None:
     chosen = plan.choose_weights(64, BF16, 200, 200, DEVICES["sm_90"])
     constants = NO_MASKS | {"AVERAGED": averaged, "ALIGNED": not averaged}
-    check(programs.WEIGHTS, chosen, BF16, constants, "sm_90")
+    check(chosen, BF16, constants, "sm_90")

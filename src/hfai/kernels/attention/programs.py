@@ -16,17 +16,20 @@ from hfai.kernels.attention.masking import Masking
 from hfai.kernels.attention.plan import BackwardPlan, ForwardPlan, WeightsPlan
 from hfai.kernels.attention.precision import is_split
 
-COMMON = ["tensor_cores.cuh", "attention/tiles.cuh", "attention/scores.cuh"]
-FORWARD = [*COMMON, "attention/forward.cu"]
-BACKWARD = [*COMMON, "attention/backward.cu"]
-WEIGHTS = [*COMMON, "attention/weights.cu"]
-HOPPER = [*COMMON[:1], "warpgroup.cuh", *COMMON[1:], "attention/swizzled.cuh"]
-HOPPER_FORWARD = [*HOPPER, "attention/hopper_forward.cu"]
-HOPPER_BACKWARD = [*HOPPER, "attention/hopper_backward.cu"]
-
 AnyForward = ForwardPlan | HopperForwardPlan
 AnyBackward = BackwardPlan | HopperBackwardPlan
+AnyPlan = AnyForward | AnyBackward | WeightsPlan
 P = TypeVar("P", AnyForward, AnyBackward, WeightsPlan)
+
+_COMMON = ("tensor_cores.cuh", "attention/tiles.cuh", "attention/scores.cuh")
+_HOPPER = ("warpgroup.cuh", *_COMMON, "attention/swizzled.cuh")
+_SOURCES: dict[type, tuple[str, ...]] = {
+    ForwardPlan: (*_COMMON, "attention/forward.cu"),
+    BackwardPlan: (*_COMMON, "attention/backward.cu"),
+    WeightsPlan: (*_COMMON, "attention/weights.cu"),
+    HopperForwardPlan: (*_HOPPER, "attention/hopper_forward.cu"),
+    HopperBackwardPlan: (*_HOPPER, "attention/hopper_backward.cu"),
+}
 
 
 class MaskKind(enum.IntEnum):
@@ -53,6 +56,17 @@ def kind_of(mask: Tensor | None) -> MaskKind:
     if mask.dtype is torch.bool:
         return MaskKind.BOOLEAN
     return MaskKind.ADDED_FLOAT if mask.dtype is torch.float32 else MaskKind.ADDED
+
+
+def sources_of(plan: AnyPlan) -> tuple[str, ...]:
+    """Return the sources of a plan's kernel, as `jit.program_text` takes them."""
+    return _SOURCES[type(plan)]
+
+
+def architecture_of(plan: AnyPlan) -> str | None:
+    """Return the architecture a plan's kernel is for, or None where it is any device's own."""
+    is_hoppers = isinstance(plan, HopperForwardPlan | HopperBackwardPlan)
+    return hopper.ARCHITECTURE if is_hoppers else None
 
 
 def mask_constants(
@@ -100,7 +114,8 @@ def forward(q: Tensor, k: Tensor, masking: Masking) -> Program[AnyForward]:
     program = _forward.get(key)
     if program is None:
         chosen = plan.choose_forward(*_shape(q, k))
-        chosen = _fitting(chosen, q, k)
+        if chosen is None:
+            raise _no_plan(q, k)
         keys = chosen.chunk * chosen.chunks
         program = _forward[key] = load_forward(
             chosen, q.dtype, q.get_device(), _constants(q, masking, keys != k.shape[1])
@@ -113,7 +128,9 @@ def backward(q: Tensor, k: Tensor, masking: Masking) -> Program[AnyBackward]:
     key = _key(q, k, masking)
     program = _backward.get(key)
     if program is None:
-        chosen = _fitting(plan.choose_backward(*_shape(q, k)), q, k)
+        chosen = plan.choose_backward(*_shape(q, k))
+        if chosen is None:
+            raise _no_plan(q, k)
         keys = chosen.key_block * chosen.key_blocks
         program = _backward[key] = load_backward(
             chosen, q.dtype, q.get_device(), _constants(q, masking, keys != k.shape[1])
@@ -126,7 +143,9 @@ def weights(q: Tensor, k: Tensor, masking: Masking, averaged: bool) -> Program[W
     key = (*_key(q, k, masking), averaged)
     program = _weights.get(key)
     if program is None:
-        chosen = _fitting(plan.choose_weights(*_shape(q, k)), q, k)
+        chosen = plan.choose_weights(*_shape(q, k))
+        if chosen is None:
+            raise _no_plan(q, k)
         constants = _constants(q, masking, False)  # weights beyond the last key are not stored
         constants |= {"AVERAGED": averaged, "ALIGNED": k.shape[1] % 8 == 0}
         program = _weights[key] = load_weights(chosen, q.dtype, q.get_device(), constants)
@@ -137,29 +156,26 @@ def load_forward(
     plan: AnyForward, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
 ) -> Program[AnyForward]:
     """Compile and load forward's source for a plan; `constants` are SPLIT and the masks'."""
-    sources = HOPPER_FORWARD if isinstance(plan, HopperForwardPlan) else FORWARD
-    return Program(plan, _load(sources, "hfai_attention_forward", plan, dtype, device, constants))
+    return Program(plan, _load("hfai_attention_forward", plan, dtype, device, constants))
 
 
 def load_backward(
     plan: AnyBackward, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
 ) -> Program[AnyBackward]:
     """Compile and load backward's source for a plan; `constants` are SPLIT and the masks'."""
-    sources = HOPPER_BACKWARD if isinstance(plan, HopperBackwardPlan) else BACKWARD
-    return Program(plan, _load(sources, "hfai_attention_backward", plan, dtype, device, constants))
+    return Program(plan, _load("hfai_attention_backward", plan, dtype, device, constants))
 
 
 def load_weights(
     plan: WeightsPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
 ) -> Program[WeightsPlan]:
     """Compile and load weights.cu for a plan; `constants` as for forward, AVERAGED and ALIGNED."""
-    return Program(plan, _load(WEIGHTS, "hfai_attention_weights", plan, dtype, device, constants))
+    return Program(plan, _load("hfai_attention_weights", plan, dtype, device, constants))
 
 
 def _load(
-    sources: list[str],
     name: str,
-    plan: AnyForward | AnyBackward | WeightsPlan,
+    plan: AnyPlan,
     dtype: torch.dtype,
     device: int,
     constants: dict[str, int | bool],
@@ -167,15 +183,14 @@ def _load(
     key = (plan, dtype, device, *sorted(constants.items()))
     kernel = _kernels.get(key)
     if kernel is None:
-        is_hopper = isinstance(plan, HopperForwardPlan | HopperBackwardPlan)
-        text = jit.program_text(sources, plan.constants() | constants, {"T": dtype})
+        text = jit.program_text(sources_of(plan), plan.constants() | constants, {"T": dtype})
         kernel = _kernels[key] = jit.load(
             text,
             name,
             device,
             block=plan.threads,
             shared_bytes=plan.shared_bytes,
-            architecture=hopper.ARCHITECTURE if is_hopper else None,
+            architecture=architecture_of(plan),
         )
     return kernel
 
@@ -191,10 +206,8 @@ def _shape(q: Tensor, k: Tensor) -> tuple[int, torch.dtype, int, int, jit.Device
     return q.shape[3], q.dtype, q.shape[1], k.shape[1], jit.device_limits(q.get_device())
 
 
-def _fitting(chosen: P | None, q: Tensor, k: Tensor) -> P:
-    if chosen is None:
-        raise ValueError(
-            f"no attention kernel for {q.shape[1]} rows, {k.shape[1]} keys and a head dimension of "
-            f"{q.shape[3]} in {q.dtype} fits this device; ask hfai.kernels.attention.supports first"
-        )
-    return chosen
+def _no_plan(q: Tensor, k: Tensor) -> ValueError:
+    return ValueError(
+        f"no attention kernel for {q.shape[1]} rows, {k.shape[1]} keys and a head dimension of "
+        f"{q.shape[3]} in {q.dtype} fits this device; ask hfai.kernels.attention.supports first"
+    )

@@ -66,9 +66,12 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
       low[i] = rest_of(a[i], high[i]);
     }
     const u32 high0 = round_to_tf32(__uint_as_float(b0)), high1 = round_to_tf32(__uint_as_float(b1));
-    multiply_tf32(sum, low, high0, high1);  // small numbers first
-    multiply_tf32(sum, high, rest_of(b0, high0), rest_of(b1, high1));
-    multiply_tf32(sum, high, high0, high1);
+    float part[4] = {};
+    multiply_tf32(part, low, high0, high1);  // small numbers first
+    multiply_tf32(part, high, rest_of(b0, high0), rest_of(b1, high1));
+    multiply_tf32(part, high, high0, high1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] += part[i];  // tensor cores would cut the sum's last bits off
   } else {
     multiply_tf32(sum, a, b0, b1);
   }
