@@ -46,7 +46,9 @@ def resources(text: str, architecture: str) -> dict[str, Resources]:
     unique = f"__device__ int hfai_{uuid.uuid4().hex};\n"
     jit.compile_to_cubin(text + unique, architecture, cache=False, log=log)
     assert "warning" not in log.text, log.text
-    assert "Potential Performance Loss" not in log.text, log.text  # products that wait for each other
+    assert "Potential Performance Loss" not in log.text, (
+        log.text
+    )  # products that wait for each other
     found = {}
     for part in log.text.split("Compiling entry function '")[1:]:
         used = re.search(r"Used (\d+) registers", part)

@@ -13,6 +13,8 @@ struct uint2 {
   u32 x, y;
 };
 using std::min;
+using ::copysignf;
+using ::fabsf;
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float exp2_approximate(float x) { return std::exp2(x); }
 inline u32 __shfl_xor_sync(u32, u32 value, int mask) {

@@ -106,6 +106,39 @@ def test_rows_without_any_key_get_nan_where_that_is_asked_for() -> None:
     assert torch.equal(made.isnan().all(-1).all(-1)[0], mask[:, 0])
 
 
+@pytest.mark.parametrize("length", [24, 80])
+@pytest.mark.parametrize("added", [-1e9, torch.finfo(torch.float32).min])
+def test_rows_whose_keys_are_all_masked_by_a_number_weigh_them_equally(
+    added: float, length: int
+) -> None:
+    mask = torch.zeros(length, length)
+    mask[::3] = added  # padding on the left of a causal model, say
+    mask[1::3, ::2] = added
+    padded = torch.zeros(1, length)
+    padded[:, 4:7] = torch.finfo(torch.float32).min / 2
+    masking = Masking(attn_mask=mask, key_padding_mask=padded if added == -1e9 else None)
+    case = call(BF16, 1, length, length, 1, 64, masking=masking)
+    # In fp32 a score is lost beside such a number, so every one of those keys has the same.
+    scores = (case.q.float().transpose(1, 2) @ case.k.float().permute(0, 2, 3, 1)) / 8 + mask
+    if masking.key_padding_mask is not None:
+        scores = scores + padded
+    weights = scores.softmax(-1)
+    made, lse = launch.attention_forward(case.q, case.k, case.v, masking)
+    assert error(made, (weights @ case.v.float().transpose(1, 2)).transpose(1, 2)) < 1e-2
+    found = launch.attention_weights(case.q, case.k, lse, masking, False)
+    assert error(found, weights) < 1e-2
+    gradients = launch.attention_backward(case.dout, case.q, case.k, case.v, made, lse, masking)
+    dvalues = weights.transpose(2, 3) @ case.dout.float().transpose(1, 2)
+    assert error(gradients[2], dvalues.transpose(1, 2)) < 1e-2
+
+
+def test_one_logarithm_a_row_is_refused_where_masks_add_numbers() -> None:
+    case = call(BF16, 1, 40, 40, 1, 24, masking=Masking(attn_mask=torch.zeros(40, 40)))
+    q, k, v = case.q, case.k, case.v
+    with pytest.raises(ValueError, match="masks that add numbers"):
+        launch.attention_backward(case.dout, q, k, v, None, torch.zeros(1, 1, 40), case.masking)
+
+
 def test_an_infinite_or_nan_input_stays_in_its_own_head() -> None:
     case = packed_call(BF16)
     case.q[0, 3, 0, 0] = torch.nan

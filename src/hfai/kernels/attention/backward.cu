@@ -104,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   v += batch * v_batch + head * v_head;
   dout += batch * dout_batch + head * dout_head;
   lse += static_cast<i64>(blockIdx.x) * rows;
+  const i64 pairs_rows = static_cast<i64>(gridDim.x) * rows;
 
   T* const all_queries = reinterpret_cast<T*>(shared);
   T* const all_dout = all_queries + ROWS * PITCH;
@@ -126,14 +127,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
                                key_mask_key, keys);
 
   const int first = warp * WARP_ROWS, own = first + lane / 4;
-  float dquery[ROW_TILES][WIDTH / 8][4], lse_2[ROW_TILES][2], delta[ROW_TILES][2];
+  float dquery[ROW_TILES][WIDTH / 8][4], lse_2[ROW_TILES][2], rest[ROW_TILES][2];
+  float delta[ROW_TILES][2];
   set_zero(dquery);
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = own + r * 16 + h * 8;
-      lse_2[r][h] = row < rows ? lse[row] * LOG2_E : INFINITE;  // no probability beyond the last row
+      // No probability beyond the last row.
+      lse_2[r][h] = row < rows ? first_of_sum(lse + row) : INFINITE;
+      rest[r][h] = row < rows ? second_of_sum(lse + row, pairs_rows) : 0.0f;
       delta[r][h] = 0.0f;
     }
   copy_async_wait<0>();
@@ -169,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sum[r][t][i] = exp2_approximate(__fmaf_rn(sum[r][t][i], to_exponent, -lse_2[r][i / 2]));
+            sum[r][t][i] = exp2_approximate(__fmaf_rn(sum[r][t][i], to_exponent, -lse_2[r][i / 2]) -
+                                            rest[r][i / 2]);
         probability[r].take(sum[r]);
         probability[r].store(probabilities + (first + r * 16) * KEY_PITCH, KEY_PITCH);
       }

@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   v += batch * v_batch + head * v_head;
   out += batch * out_batch + head * out_head;
   lse += static_cast<i64>(pair) * rows;
+  const i64 pairs_rows = static_cast<i64>(gridDim.x / static_cast<u32>(parts)) * rows;
 
   T* const all_keys = reinterpret_cast<T*>(shared);
   T* const all_values = all_keys + KEYS * PITCH;
@@ -129,8 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
           for (int i = 0; i < 2; ++i) sum[r][t][2 * h + i] *= inverse;
         const int own = row + lane / 4 + 8 * h;
         if (lane % 4 == 0 && own < rows)
-          lse[own] = none ? INFINITE + without_keys
-                          : __fmaf_rn(top[r][h], to_exponent, log2f(all)) * LN_2;
+          store_sum(lse + own, pairs_rows, top[r][h] * to_exponent, all, without_keys);
       }
       store_result(out + row * out_row, out_row, rows - row, HEAD, sum[r]);
     }

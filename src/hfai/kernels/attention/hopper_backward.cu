@@ -38,7 +38,7 @@ __device__ __forceinline__ void apply_transposed(const Masks& masks, float (&sco
           float added = 0.0f;
           if constexpr (MASK != NO_MASK)
             if (r < masks.rows && k < masks.keys)
-              added = addition<MASK>(masks.mask, r * masks.mask_row + k) * LOG2_E;
+              added = to_base_2(addition<MASK>(masks.mask, r * masks.mask_row + k));
           if constexpr (KEY_MASK != NO_MASK) added += masks.key_added[k];
           score[t][i] = __fmaf_rn(score[t][i], masks.factor, added);
         }
@@ -107,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   out += batch * out_batch + head * out_head;
   dout += batch * dout_batch + head * dout_head;
   lse += static_cast<i64>(blockIdx.x) * rows;
+  const i64 pairs_rows = static_cast<i64>(gridDim.x) * rows;
 
   char* const all_keys = reinterpret_cast<char*>(shared);
   char* const all_values = all_keys + GROUPS * TILE_BYTES;
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
                                key_mask_key, keys);
   for (int row = threadIdx.x; row < ROWS; row += THREADS)
-    lse_2[row] = row < rows ? lse[row] * LOG2_E : INFINITE;  // no probability beyond the last row
+    lse_2[row] = row < rows ? first_of_sum(lse + row) : INFINITE;  // no probability beyond the last row
   sum_products(delta, out, out_row, dout, dout_row, rows);
   copy_async_wait<1>();
   fence_written_operands();
@@ -190,8 +191,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
       const float2 offset = *reinterpret_cast<const float2*>(lse_2 + first + t * 8);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        sum[0][t][i] = exp2_approximate(
-            __fmaf_rn(sum[0][t][i], to_exponent, -(i % 2 == 0 ? offset.x : offset.y)));
+        sum[0][t][i] = __fmaf_rn(sum[0][t][i], to_exponent, -(i % 2 == 0 ? offset.x : offset.y));
+      if constexpr (SUM_APART)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (first + t * 8 + i % 2 < rows)
+            sum[0][t][i] -= second_of_sum(lse + first + t * 8 + i % 2, pairs_rows);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[0][t][i] = exp2_approximate(sum[0][t][i]);
     }
     probability.take(sum[0]);
 

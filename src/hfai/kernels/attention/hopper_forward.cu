@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   v += batch * v_batch + head * v_head;
   out += batch * out_batch + head * out_head;
   lse += static_cast<i64>(pair) * rows;
+  const i64 pairs_rows = static_cast<i64>(gridDim.x) * rows;
 
   char* const all_keys = reinterpret_cast<char*>(shared);
   char* const all_values = all_keys + KEYS * SWIZZLED_ROW_BYTES;
@@ -129,8 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
         for (int i = 0; i < 2; ++i) sum[0][t][2 * h + i] *= inverse;
       const int own = row + lane / 4 + 8 * h;
       if (lane % 4 == 0 && own < rows)
-        lse[own] = none ? INFINITE + without_keys
-                        : __fmaf_rn(top[h], to_exponent, log2f(all)) * LN_2;
+        store_sum(lse + own, pairs_rows, top[h] * to_exponent, all, without_keys);
     }
     store_result(out + row * out_row, out_row, rows - row, HEAD, sum[0]);
   }

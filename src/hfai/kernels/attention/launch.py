@@ -34,7 +34,7 @@ def attention_forward(
         out, so that `out.flatten(2)` is the [batch, rows, heads * head_dim] that an output
         projection takes, without a copy where `out` was not given; and the natural logarithm of
         each row's sum of exponentials [batch, heads, rows] in fp32, for `attention_backward` and
-        `attention_weights`.
+        `attention_weights`; [2, batch, heads, rows] where masks add numbers (scores.cuh).
 
     Raises:
         ValueError: no kernel fits (`supports` says so beforehand).
@@ -43,7 +43,8 @@ def attention_forward(
     batch, rows, heads, head_dim = q.shape
     if out is None:
         out = like_rows(q)
-    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    sums = (2,) if masking.adds_numbers else ()
+    lse = q.new_empty((*sums, batch, heads, rows), dtype=torch.float32)
     masks, mask_strides, _kept = _masks(masking, batch, heads)
     parts = program.plan.parts
     program.kernel.launch(
@@ -88,11 +89,20 @@ def attention_backward(
         k: likewise.
         v: likewise.
         out: as `attention_forward` returned it; may be None where `needs_out` says so.
-        lse: as `attention_forward` returned it.
+        lse: as `attention_forward` returned it; one logarithm a row, which any forward leaves, will
+            do where masks add no numbers.
         masking: as given to `attention_forward`.
         gradients: where to write dq, dk and dv (three views of one packed gradient, say); by
             default new memory in the order of q, k and v.
+
+    Raises:
+        ValueError: no kernel fits, or masks add numbers and lse is one number a row.
     """
+    if masking.adds_numbers and lse.dim() != 4:
+        raise ValueError(
+            f"lse of shape {tuple(lse.shape)} does not come from an attention_forward with masks "
+            f"that add numbers: [2, batch, heads, rows]"
+        )
     program = programs.backward(q, k, masking)
     batch, rows, heads, head_dim = q.shape
     if why_not_rows(dout):
@@ -141,12 +151,13 @@ def attention_weights(
     Args:
         q: as given to `attention_forward`.
         k: likewise.
-        lse: as `attention_forward` returned it.
+        lse: as `attention_forward` returned it; or one logarithm a row, which any forward leaves,
+            and too little for rows in which all keys have large numbers added (-1e6, say).
         masking: as given to `attention_forward`.
         averaged: the mean over the heads [batch, rows, keys], summed in fp32 in the heads' order;
             else of each head [batch, heads, rows, keys].
     """
-    program = programs.weights(q, k, masking, averaged)
+    program = programs.weights(q, k, masking, averaged, lse.dim() == 4)
     batch, rows, heads, head_dim = q.shape
     keys = k.shape[1]
     made = q.new_empty((batch, rows, keys) if averaged else (batch, heads, rows, keys))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +31,9 @@ class Masking:
     def scale_for(self, head_dim: int) -> float:
         """Return `scale`, or its default."""
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+    @property
+    def adds_numbers(self) -> bool:
+        """Whether a mask adds numbers, and doesn't only exclude keys."""
+        masks = (self.attn_mask, self.key_padding_mask)
+        return any(mask is not None and mask.dtype is not torch.bool for mask in masks)

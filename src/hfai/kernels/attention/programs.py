@@ -70,7 +70,7 @@ def architecture_of(plan: AnyPlan) -> str | None:
 
 
 def mask_constants(
-    causal: bool, mask: MaskKind, key_mask: MaskKind, ragged: bool
+    causal: bool, mask: MaskKind, key_mask: MaskKind, ragged: bool, sum_apart: bool = False
 ) -> dict[str, int | bool]:
     """Return what scores.cuh takes by these names."""
     return {
@@ -78,6 +78,7 @@ def mask_constants(
         "MASK": int(mask),
         "KEY_MASK": int(key_mask),
         "RAGGED": ragged,
+        "SUM_APART": sum_apart,
     }
 
 
@@ -138,16 +139,18 @@ def backward(q: Tensor, k: Tensor, masking: Masking) -> Program[AnyBackward]:
     return program
 
 
-def weights(q: Tensor, k: Tensor, masking: Masking, averaged: bool) -> Program[WeightsPlan]:
+def weights(
+    q: Tensor, k: Tensor, masking: Masking, averaged: bool, sum_apart: bool
+) -> Program[WeightsPlan]:
     """Return the program of the weights for such tensors; raises as `forward`."""
-    key = (*_key(q, k, masking), averaged)
+    key = (*_key(q, k, masking), averaged, sum_apart)
     program = _weights.get(key)
     if program is None:
         chosen = plan.choose_weights(*_shape(q, k))
         if chosen is None:
             raise _no_plan(q, k)
         constants = _constants(q, masking, False)  # weights beyond the last key are not stored
-        constants |= {"AVERAGED": averaged, "ALIGNED": k.shape[1] % 8 == 0}
+        constants |= {"AVERAGED": averaged, "ALIGNED": k.shape[1] % 8 == 0, "SUM_APART": sum_apart}
         program = _weights[key] = load_weights(chosen, q.dtype, q.get_device(), constants)
     return program
 
@@ -197,7 +200,11 @@ def _load(
 
 def _constants(q: Tensor, masking: Masking, ragged: bool) -> dict[str, int | bool]:
     masks = mask_constants(
-        masking.causal, kind_of(masking.attn_mask), kind_of(masking.key_padding_mask), ragged
+        masking.causal,
+        kind_of(masking.attn_mask),
+        kind_of(masking.key_padding_mask),
+        ragged,
+        masking.adds_numbers,
     )
     return masks | {"SPLIT": is_split(q.dtype)}
 

@@ -6,11 +6,24 @@
 //   NO_MASK, BOOLEAN (true excludes), ADDED (type T), ADDED_FLOAT (fp32).
 // CAUSAL excludes keys beyond the row's own number. RAGGED says that the last chunk of keys is not
 // full; a KEY_MASK covers that too.
+//
+// Between the kernels a row's sum of exponentials travels as its natural logarithm, one number. Where
+// numbers are added that is too little: among -1e9 and the like the logarithm of the sum of a row's
+// equal weights is lost. With SUM_APART there are two, the second behind all of the first: the highest
+// score and the logarithm of the sum of what is left, both to base 2.
 
 constexpr int NO_MASK = 0, BOOLEAN = 1, ADDED = 2, ADDED_FLOAT = 3;
 constexpr bool HAS_ADDITION = MASK != NO_MASK || KEY_MASK != NO_MASK;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 #define INFINITE __uint_as_float(0x7f800000u)
+constexpr float LARGEST = 3.40282347e38f;
+
+// What is added to a score, times log2(e); finite where it was.
+__device__ __forceinline__ float to_base_2(float added) {
+  const float scaled = added * LOG2_E;
+  const bool too_large = fabsf(scaled) > LARGEST && fabsf(added) <= LARGEST;
+  return too_large ? copysignf(LARGEST, added) : scaled;
+}
 
 // Element `index` of a mask as what is added to the score.
 template <int KIND>
@@ -46,7 +59,7 @@ struct Masks {
           if constexpr (HAS_ADDITION) {
             float added = 0.0f;
             if constexpr (MASK != NO_MASK)
-              if (r < rows && k < keys) added = addition<MASK>(mask, r * mask_row + k) * LOG2_E;
+              if (r < rows && k < keys) added = to_base_2(addition<MASK>(mask, r * mask_row + k));
             if constexpr (KEY_MASK != NO_MASK) added += key_added[k];
             score[t][i] = __fmaf_rn(score[t][i], factor, added);
           }
@@ -63,7 +76,27 @@ __device__ __forceinline__ void read_key_mask(float* added, const void* key_mask
                                               int keys) {
   if constexpr (KEY_MASK != NO_MASK)
     for (int key = threadIdx.x; key < KEYS; key += THREADS)
-      added[key] = key < keys ? addition<KEY_MASK>(key_mask, key * stride) * LOG2_E : -INFINITE;
+      added[key] = key < keys ? to_base_2(addition<KEY_MASK>(key_mask, key * stride)) : -INFINITE;
+}
+
+// Keeps the sum of a row's exponentials, `all` times 2 to the power of `base`; `pairs_rows` counts the
+// rows of all heads.
+__device__ __forceinline__ void store_sum(float* lse, i64 pairs_rows, float base, float all,
+                                          float without_keys) {
+  const bool none = all == 0.0f;
+  if constexpr (SUM_APART) {
+    lse[0] = none ? INFINITE + without_keys : base;
+    lse[pairs_rows] = none ? 0.0f : log2f(all);
+  } else {
+    lse[0] = none ? INFINITE + without_keys : (base + log2f(all)) * LN_2;
+  }
+}
+// And reads it: to base 2, the part next to the scores and the other one.
+__device__ __forceinline__ float first_of_sum(const float* lse) {
+  return SUM_APART ? lse[0] : lse[0] * LOG2_E;
+}
+__device__ __forceinline__ float second_of_sum(const float* lse, i64 pairs_rows) {
+  return SUM_APART ? lse[pairs_rows] : 0.0f;
 }
 
 // Points at a batch's and head's part of a mask.

@@ -49,6 +49,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   q += batch * q_batch + first_row * q_row;
   k += batch * k_batch + first_key * k_row;
   mask = mask_of(mask, batch * mask_batch);
+  const u32 batches = gridDim.x / static_cast<u32>(key_parts) / static_cast<u32>(row_parts);
+  const i64 pairs_rows = static_cast<i64>(batches) * heads * rows;
   lse += static_cast<i64>(batch) * heads * rows;
   weights += static_cast<i64>(batch) * (AVERAGED ? 1 : heads) * rows * keys +
              static_cast<i64>(first) * keys + first_key;
@@ -87,17 +89,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                          rows, keys, factor};
     masks.apply(score[0], first + lane / 4, first_key + lane % 4 * 2);
     const float to_exponent = masks.exponent_factor();
-    float lse_2[2];
+    float lse_2[2], rest[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = first + lane / 4 + 8 * h;
-      lse_2[h] = row < rows ? lse[static_cast<i64>(head) * rows + row] * LOG2_E : INFINITE;
+      const float* const own = lse + static_cast<i64>(head) * rows + row;
+      lse_2[h] = row < rows ? first_of_sum(own) : INFINITE;
+      rest[h] = row < rows ? second_of_sum(own, pairs_rows) : 0.0f;
     }
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score[0][t][i] = exp2_approximate(__fmaf_rn(score[0][t][i], to_exponent, -lse_2[i / 2]));
+        score[0][t][i] = exp2_approximate(
+            __fmaf_rn(score[0][t][i], to_exponent, -lse_2[i / 2]) - rest[i / 2]);
         if (AVERAGED) average[0][t][i] += score[0][t][i];
       }
     if (!AVERAGED)
