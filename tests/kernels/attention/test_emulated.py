@@ -87,6 +87,15 @@ def test_keys_in_several_parts_with_all_masks_at_once() -> None:
     check(call(BF16, 2, 130, 130, 1, 16, masking=masking), weights=False)
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys", "head_dim", "dtype"), [(256, 256, 64, BF16), (70, 200, 40, FP16)]
+)
+def test_warpgroups(rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = call(dtype, 1, rows, keys, 1, head_dim, masking=Masking(causal=rows == keys))
+    assert programs.architecture_of(programs.backward(case.q, case.k, case.masking).plan)
+    check(case, weights=False)
+
+
 def test_a_mask_of_each_head_and_sequence_first() -> None:
     mask = torch.randn(4, 30, 23, generator=torch.Generator().manual_seed(1))
     masking = Masking(attn_mask=mask, scale=0.3)
