@@ -57,6 +57,7 @@ def test_the_longest_rows_with_all_masks() -> None:
 
 @pytest.mark.parametrize("averaged", [True, False])
 def test_the_weights(averaged: bool) -> None:
-    chosen = plan.choose_weights(64, BF16, 200, 200, DEVICES["sm_90"])
     constants = NO_MASKS | {"AVERAGED": averaged, "ALIGNED": not averaged}
-    check(chosen, BF16, constants, "sm_90")
+    for architecture in ("sm_80", "sm_90"):
+        chosen = plan.choose_weights(64, BF16, 200, 200, DEVICES[architecture], averaged)
+        check(chosen, BF16, constants, architecture)

@@ -1,8 +1,8 @@
 """How attention is laid out on Hopper for half precision, where whole warpgroups multiply.
 
-The kernels are hopper_forward.cu and hopper_backward.cu. Their warps hold sums only: operands are
-read from shared memory by the tensor cores themselves. A multiprocessor's registers and shared
-memory take four warpgroups at a time, of one, two or four heads.
+The kernels are hopper_forward.cu, hopper_backward.cu and hopper_weights.cu. Their warps hold sums
+only: operands are read from shared memory by the tensor cores themselves. A multiprocessor's
+registers and shared memory take four warpgroups at a time, of one, two or four heads.
 """
 
 from __future__ import annotations
@@ -120,6 +120,45 @@ class HopperBackwardPlan:
         }
 
 
+@dataclass(frozen=True)
+class HopperWeightsPlan:
+    """The launch shape and compile-time constants of hopper_weights.cu."""
+
+    head: int
+    groups: int
+    """Warpgroups of a block."""
+    chunks: int
+    """Chunks of 64 keys, of a warpgroup."""
+    min_blocks: int
+    """Blocks of a multiprocessor that the compiler leaves registers for."""
+    rows: int = TILE
+    """Rows that a block takes."""
+
+    @property
+    def chunk(self) -> int:
+        """Keys that a block takes."""
+        return TILE * self.chunks * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 128 * self.groups
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 2 * (self.rows + self.chunk) * 128 + 4 * self.chunk
+
+    def constants(self) -> dict[str, int | bool]:
+        """Return what the source takes by these names."""
+        return {
+            "HEAD": self.head,
+            "GROUPS": self.groups,
+            "CHUNKS": self.chunks,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+
 def covers(head: int, dtype: torch.dtype, keys: int, limits: DeviceLimits) -> bool:
     """Return whether these kernels are the ones for a device and shapes within `plan`'s limits."""
     return (
@@ -148,7 +187,15 @@ def choose_backward(head: int, rows: int, keys: int, limits: DeviceLimits) -> Ho
     return replace(plan, min_blocks=_blocks(plan, limits))
 
 
-def _blocks(plan: HopperForwardPlan | HopperBackwardPlan, limits: DeviceLimits) -> int:
+def choose_weights(head: int, keys: int, limits: DeviceLimits) -> HopperWeightsPlan:
+    """Return the plan of averaged weights for what `covers` returned True for."""
+    plan = HopperWeightsPlan(head, 1 if keys <= 2 * TILE else 2, 2, 1)
+    return replace(plan, min_blocks=_blocks(plan, limits))
+
+
+def _blocks(
+    plan: HopperForwardPlan | HopperBackwardPlan | HopperWeightsPlan, limits: DeviceLimits
+) -> int:
     # A block may ask for 1 KB less than the multiprocessor has.
     by_memory = (limits.shared_bytes_per_block + 1024) // (plan.shared_bytes + RESERVED_BYTES)
     return min(by_memory, GROUPS // plan.groups)

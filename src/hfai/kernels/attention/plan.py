@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hfai.kernels.attention import hopper
-from hfai.kernels.attention.hopper import HopperBackwardPlan, HopperForwardPlan
+from hfai.kernels.attention.hopper import HopperBackwardPlan, HopperForwardPlan, HopperWeightsPlan
 from hfai.kernels.jit import DeviceLimits
 
 MOST_ROWS = 256
@@ -275,9 +275,16 @@ def _gradient_tile(head: int, key_block: int, warps: int) -> tuple[int, int]:
 
 @functools.cache
 def choose_weights(
-    head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
-) -> WeightsPlan | None:
-    """Return the plan of weights.cu, or None where none fits the device."""
+    head: int,
+    dtype: torch.dtype,
+    rows: int,
+    keys: int,
+    limits: DeviceLimits,
+    averaged: bool = False,
+) -> WeightsPlan | HopperWeightsPlan | None:
+    """Return the weights' plan, or None where none fits the device."""
+    if averaged and hopper.covers(head, dtype, keys, limits):
+        return hopper.choose_weights(head, keys, limits)
     for most_warps, most_keys in ((8, 64), (4, 64), (4, 32), (2, 16)):
         warps = min(most_warps, -(-rows // 16))
         chunk = min(most_keys, _round_up(keys, 16))

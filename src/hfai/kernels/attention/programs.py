@@ -11,24 +11,26 @@ from torch import Tensor
 
 from hfai.kernels import jit
 from hfai.kernels.attention import hopper, plan
-from hfai.kernels.attention.hopper import HopperBackwardPlan, HopperForwardPlan
+from hfai.kernels.attention.hopper import HopperBackwardPlan, HopperForwardPlan, HopperWeightsPlan
 from hfai.kernels.attention.masking import Masking
 from hfai.kernels.attention.plan import BackwardPlan, ForwardPlan, WeightsPlan
 from hfai.kernels.attention.precision import is_split
 
 AnyForward = ForwardPlan | HopperForwardPlan
 AnyBackward = BackwardPlan | HopperBackwardPlan
-AnyPlan = AnyForward | AnyBackward | WeightsPlan
-P = TypeVar("P", AnyForward, AnyBackward, WeightsPlan)
+AnyWeights = WeightsPlan | HopperWeightsPlan
+AnyPlan = AnyForward | AnyBackward | AnyWeights
+P = TypeVar("P", AnyForward, AnyBackward, AnyWeights)
 
 _COMMON = ("tensor_cores.cuh", "attention/tiles.cuh", "attention/scores.cuh")
 _HOPPER = ("warpgroup.cuh", *_COMMON, "attention/swizzled.cuh")
 _SOURCES: dict[type, tuple[str, ...]] = {
     ForwardPlan: (*_COMMON, "attention/forward.cu"),
     BackwardPlan: (*_COMMON, "attention/backward.cu"),
-    WeightsPlan: (*_COMMON, "attention/weights.cu"),
+    WeightsPlan: (*_COMMON, "attention/weights.cuh", "attention/weights.cu"),
     HopperForwardPlan: (*_HOPPER, "attention/hopper_forward.cu"),
     HopperBackwardPlan: (*_HOPPER, "attention/hopper_backward.cu"),
+    HopperWeightsPlan: (*_HOPPER, "attention/weights.cuh", "attention/hopper_weights.cu"),
 }
 
 
@@ -65,7 +67,7 @@ def sources_of(plan: AnyPlan) -> tuple[str, ...]:
 
 def architecture_of(plan: AnyPlan) -> str | None:
     """Return the architecture a plan's kernel is for, or None where it is any device's own."""
-    is_hoppers = isinstance(plan, HopperForwardPlan | HopperBackwardPlan)
+    is_hoppers = isinstance(plan, HopperForwardPlan | HopperBackwardPlan | HopperWeightsPlan)
     return hopper.ARCHITECTURE if is_hoppers else None
 
 
@@ -86,7 +88,7 @@ def mask_constants(
 _Key = tuple[object, ...]
 _forward: dict[_Key, Program[AnyForward]] = {}
 _backward: dict[_Key, Program[AnyBackward]] = {}
-_weights: dict[_Key, Program[WeightsPlan]] = {}
+_weights: dict[_Key, Program[AnyWeights]] = {}
 # Lengths that make the same tiles share a kernel.
 _kernels: dict[_Key, jit.Kernel] = {}
 
@@ -141,12 +143,12 @@ def backward(q: Tensor, k: Tensor, masking: Masking) -> Program[AnyBackward]:
 
 def weights(
     q: Tensor, k: Tensor, masking: Masking, averaged: bool, sum_apart: bool
-) -> Program[WeightsPlan]:
+) -> Program[AnyWeights]:
     """Return the program of the weights for such tensors; raises as `forward`."""
     key = (*_key(q, k, masking), averaged, sum_apart)
     program = _weights.get(key)
     if program is None:
-        chosen = plan.choose_weights(*_shape(q, k))
+        chosen = plan.choose_weights(*_shape(q, k), averaged)
         if chosen is None:
             raise _no_plan(q, k)
         constants = _constants(q, masking, False)  # weights beyond the last key are not stored
@@ -170,9 +172,9 @@ def load_backward(
 
 
 def load_weights(
-    plan: WeightsPlan, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
-) -> Program[WeightsPlan]:
-    """Compile and load weights.cu for a plan; `constants` as for forward, AVERAGED and ALIGNED."""
+    plan: AnyWeights, dtype: torch.dtype, device: int, constants: dict[str, int | bool]
+) -> Program[AnyWeights]:
+    """Compile and load the weights' source; `constants` as for forward, AVERAGED and ALIGNED."""
     return Program(plan, _load("hfai_attention_weights", plan, dtype, device, constants))
 
 

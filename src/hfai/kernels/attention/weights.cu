@@ -14,23 +14,6 @@ constexpr int OPERANDS = (ROWS + CHUNK) * PITCH;
 
 extern __shared__ float shared[];  // rows of q and keys, of two heads in turn; the key mask
 
-__device__ __forceinline__ void store_weights(T* target, int rows, int keys, int stride,
-                                              const float (&weight)[TILES][4]) {
-  if constexpr (ALIGNED) {
-    store_result(target, stride, rows, keys, weight);
-  } else {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, key = t * 8 + lane % 4 * 2 + i % 2;
-        if (row < rows && key < keys)
-          target[static_cast<i64>(row) * stride + key] = from_float<T>(weight[t][i]);
-      }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     hfai_attention_weights(const T* q, const T* k, const float* lse, T* weights, const void* mask,
                            const void* key_mask, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
