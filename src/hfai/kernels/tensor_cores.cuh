@@ -52,13 +52,21 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&word)[4], const v
                : "r"(address));
 }
 
-// 16 bytes from global to shared memory without passing through registers, or 16 bytes of zeros;
-// `source` must be a valid address either way.
+// 16 bytes from global to shared memory without passing through registers, or 16 bytes of zeros, for
+// which nothing is read.
 __device__ __forceinline__ void copy_async_or_zeros(void* target, const void* source, bool copy) {
   const u32 address = static_cast<u32>(__cvta_generic_to_shared(target));
   const u32 bytes = copy ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source),
                "r"(bytes)
+               : "memory");
+}
+
+// 16 bytes to global memory in one instruction: the compiler takes a plain store apart where the words
+// don't lie in neighbouring registers.
+__device__ __forceinline__ void store_16_bytes(void* target, const u32 (&word)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)),
+               "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
                : "memory");
 }
 

@@ -70,6 +70,11 @@ inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
   });
 }
 
+inline void store_16_bytes(void* target, const u32 (&word)[4]) {
+  demand_aligned(target);
+  std::memcpy(target, word, 16);
+}
+
 struct PendingCopy {
   void* target;
   const void* source;

@@ -10,7 +10,7 @@
 // done; then each has rows of dq = dS k. Where there is no room, OVERLAID, the last tile's dS^T lies
 // over the first tiles of q and dout, for which warpgroups wait once.
 //
-// delta is the sum of dout * out over a row. Memory is laid out as in backward.cu. Every sum has one
+// delta is the sum of dout * out over a row; out waits for that where the second half of dS^T will lie. Memory is laid out as in backward.cu. Every sum has one
 // owner and one order: the same bits every time.
 
 constexpr int THREADS = 128 * GROUPS;
@@ -21,6 +21,10 @@ constexpr int PASSES = TILE_ROWS / PASS_ROWS;  // of a tile of rows
 constexpr int PIECES = TILE_ROWS * 8;       // of 16 bytes, of a tile of rows
 constexpr int ROWS_BYTES = 2 * TILE_BYTES;  // of a tile of q and one of dout
 static_assert(TILE_ROWS % PASS_ROWS == 0 && PASS_ROWS % 16 == 0, "whole passes");
+// Of dS^T in shared memory; `out` lies in those that nothing is written to before all rows are there.
+constexpr int DSCORE_TILES = ROW_TILES - (OVERLAID ? 1 : 0);
+constexpr int OUT_TILE = ROW_TILES > 1 ? 1 : 0;
+static_assert((DSCORE_TILES - OUT_TILE) * GROUPS >= ROW_TILES, "room for out");
 static_assert(!OVERLAID || GROUPS <= 2 * (ROW_TILES - 1), "tiles enough to lie over");
 
 extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, the key mask
@@ -48,23 +52,21 @@ __device__ __forceinline__ void apply_transposed(const Masks& masks, float (&sco
   }
 }
 
-// delta of a tile's rows: eight threads a row, each of which has 16 bytes of it.
-__device__ __forceinline__ void sum_products(float* delta, const T* out, i64 out_stride,
-                                             const T* dout, i64 dout_stride, int rows) {
+// delta of a tile's rows: eight threads a row, each of which has the 16 bytes that it copied itself.
+__device__ __forceinline__ void sum_products(float* delta, const char* out, const char* dout) {
 #pragma unroll
   for (int i = 0; i < ceil_div(PIECES, THREADS); ++i) {
-    const int index = i * THREADS + threadIdx.x, row = index / 8, column = index % 8 * VECTOR;
+    const int index = i * THREADS + threadIdx.x;
     if (PIECES % THREADS != 0 && index >= PIECES) break;  // whole warps
+    const int from = swizzled(index / 8, index % 8);
+    const Vector<T, VECTOR> a = *reinterpret_cast<const Vector<T, VECTOR>*>(out + from);
+    const Vector<T, VECTOR> b = *reinterpret_cast<const Vector<T, VECTOR>*>(dout + from);
     float sum = 0.0f;
-    if (row < rows && column < HEAD) {
-      const Vector<T, VECTOR> a = load_kept<true, T, VECTOR>(out + row * out_stride + column);
-      const Vector<T, VECTOR> b = load_kept<true, T, VECTOR>(dout + row * dout_stride + column);
 #pragma unroll
-      for (int e = 0; e < VECTOR; ++e) sum = __fmaf_rn(a[e], b[e], sum);
-    }
+    for (int e = 0; e < VECTOR; ++e) sum = __fmaf_rn(a[e], b[e], sum);
 #pragma unroll
     for (int offset = 4; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (index % 8 == 0) delta[row] = sum;
+    if (index % 8 == 0) delta[index / 8] = sum;
   }
 }
 
@@ -113,8 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   char* const all_values = all_keys + GROUPS * TILE_BYTES;
   char* const all_rows = all_values + GROUPS * TILE_BYTES;
   char* const dscores = all_rows + ROW_TILES * ROWS_BYTES;
-  float* const lse_2 = reinterpret_cast<float*>(dscores + (ROW_TILES - (OVERLAID ? 1 : 0)) * GROUPS *
-                                                              TILE_BYTES);
+  float* const lse_2 = reinterpret_cast<float*>(dscores + DSCORE_TILES * GROUPS * TILE_BYTES);
   float* const delta = lse_2 + ROWS;
   float* const key_added = delta + ROWS;
   const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
@@ -123,14 +124,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   const auto dscores_of = [&](int tile) {
     return OVERLAID && tile + 1 == ROW_TILES ? all_rows : dscores + tile * GROUPS * TILE_BYTES;
   };
+  char* const all_out = dscores + OUT_TILE * GROUPS * TILE_BYTES;
   const auto copy_tile = [&](int tile) {
     char* const target = all_rows + tile * ROWS_BYTES;
     const int row = tile * TILE_ROWS;
+    copy_swizzled<TILE_ROWS, THREADS>(all_out + tile * TILE_BYTES, out + row * out_row, out_row,
+                                      rows - row, threadIdx.x);
     copy_swizzled<TILE_ROWS, THREADS>(target, q + row * q_row, q_row, rows - row, threadIdx.x);
     copy_swizzled<TILE_ROWS, THREADS>(target + TILE_BYTES, dout + row * dout_row, dout_row,
                                       rows - row, threadIdx.x);
   };
 
+  constexpr int OWN_ROWS = ceil_div(ROWS, THREADS);
+  float own_lse[OWN_ROWS];
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    const int row = i * THREADS + threadIdx.x;
+    own_lse[i] = row < rows ? first_of_sum(lse + row) : INFINITE;  // no probability beyond the last
+  }
   copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
   copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
   copy_tile(0);
@@ -140,10 +151,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   copy_async_commit();
   read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
                                key_mask_key, keys);
-  for (int row = threadIdx.x; row < ROWS; row += THREADS)
-    lse_2[row] = row < rows ? first_of_sum(lse + row) : INFINITE;  // no probability beyond the last row
-  sum_products(delta, out, out_row, dout, dout_row, rows);
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i)
+    if (i * THREADS + threadIdx.x < ROWS) lse_2[i * THREADS + threadIdx.x] = own_lse[i];
   copy_async_wait<1>();
+  sum_products(delta, all_out, all_rows + TILE_BYTES);
   fence_written_operands();
   __syncthreads();
 
@@ -159,13 +171,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 #pragma unroll 1
   for (int pass = 0; pass < ROW_TILES * PASSES; ++pass) {
     if (pass == PASSES) {  // the other tiles have come
-#pragma unroll 1
-      for (int later = 1; later < ROW_TILES; ++later) {
-        const int row = later * TILE_ROWS;
-        sum_products(delta + row, out + row * out_row, out_row, dout + row * dout_row, dout_row,
-                     rows - row);
-      }
       copy_async_wait<0>();
+#pragma unroll
+      for (int later = 1; later < ROW_TILES; ++later)
+        sum_products(delta + later * TILE_ROWS, all_out + later * TILE_BYTES,
+                     all_rows + later * ROWS_BYTES + TILE_BYTES);
       fence_written_operands();
       __syncthreads();
     }

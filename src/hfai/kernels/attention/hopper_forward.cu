@@ -8,6 +8,8 @@
 constexpr int THREADS = 128 * GROUPS;
 constexpr int KEYS = CHUNK * CHUNKS;
 constexpr int TILES = CHUNK / 8;
+// Every warpgroup takes part in every round, the compiler must see that: some have the last tile twice.
+constexpr int ROUNDS = ceil_div(ROW_TILES, GROUPS);
 static_assert(CHUNK % 16 == 0 && CHUNK <= 128, "one product has at most 128 keys here");
 static_assert(GROUPS <= ROW_TILES, "every warpgroup has a tile");
 
@@ -52,40 +54,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   const u32 key_operand = describe(all_keys), value_operand = describe(all_values);
   const u32 query_operand = describe(queries);
   float score[TILES][4], sum[1][COLUMNS / 8][4], total[2], top[2];
-  bool values_are_there = false;
   begin_products();
   start_scores<CHUNK>(score, advanced(query_operand, group * TILE_BYTES), key_operand);
   end_products();
-  wait_products<0>();
-  hold(score);
 
 #pragma unroll 1
-  for (int tile = group; tile < ROW_TILES; tile += GROUPS) {
+  for (int round = 0; round < ROUNDS; ++round) {
+    const int tile = smaller(round * GROUPS + group, ROW_TILES - 1);
+    const int next_tile = smaller(tile + GROUPS, ROW_TILES - 1);
     const int row = tile * TILE_ROWS + warp * 16;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) total[h] = 0.0f, top[h] = -INFINITE;
-    set_zero(sum);
-    // Keys beyond the last row of the tile add nothing where CAUSAL.
-    const int chunks = CAUSAL ? min(CHUNKS, ((tile + 1) * TILE_ROWS - 1) / CHUNK + 1) : CHUNKS;
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (chunk == 0)
+        wait_products<0>();
+      else
+        wait_products<1>();  // for the scores; the values before may still be multiplied
+      hold(score);
       masks.apply(score, row + lane / 4, chunk * CHUNK + lane % 4 * 2);
+      float shrink[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float highest = top[h];
+        float highest = chunk == 0 ? -INFINITE : top[h];
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
           highest = fmaxf(highest, fmaxf(score[t][2 * h], score[t][2 * h + 1]));
         highest = max_in_quad(highest);
         // Of a row without any key so far the differences must not be infinity less infinity.
         const float base = (highest == -INFINITE ? 0.0f : highest) * to_exponent;
-        if (CHUNKS > 1 && chunk > 0) {
-          const float shrink = exp2_approximate(__fmaf_rn(top[h], to_exponent, -base));
-          total[h] *= shrink;
-#pragma unroll
-          for (int t = 0; t < COLUMNS / 8; ++t)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) sum[0][t][2 * h + i] *= shrink;
+        if (chunk == 0) {
+          total[h] = 0.0f;
+        } else {
+          shrink[h] = exp2_approximate(__fmaf_rn(top[h], to_exponent, -base));
+          total[h] *= shrink[h];
         }
         top[h] = highest;
 #pragma unroll
@@ -97,28 +97,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
             total[h] += value;
           }
       }
+      if (chunk > 0) {
+        wait_products<0>();
+        hold(sum[0]);
+#pragma unroll
+        for (int t = 0; t < COLUMNS / 8; ++t)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[0][t][i] *= shrink[i / 2];
+      }
       Kept<TILES> weight;
       weight.take(score);
-      if (!values_are_there) {  // every warpgroup comes here once, with its first tile
+      if (chunk == 0 && round == 0) {
         copy_async_wait<0>();
         fence_written_operands();
         __syncthreads();
-        values_are_there = true;
       }
-      const bool last = chunk + 1 == chunks;
-      const int next_tile = last ? tile + GROUPS : tile, next_chunk = last ? 0 : chunk + 1;
-      hold(sum[0]);
+      if (chunk > 0) hold(sum[0]);
       begin_products();
-      start_sums(sum[0], weight, advanced(value_operand, chunk * CHUNK * SWIZZLED_ROW_BYTES));
-      if (next_tile < ROW_TILES)
-        start_scores<CHUNK>(score, advanced(query_operand, next_tile * TILE_BYTES),
-                            advanced(key_operand, next_chunk * CHUNK * SWIZZLED_ROW_BYTES));
+      const bool last = chunk + 1 == CHUNKS;
+      // Behind the last tile its first scores are made once more: no products in branches.
+      start_scores<CHUNK>(
+          score, advanced(query_operand, (last ? next_tile : tile) * TILE_BYTES),
+          advanced(key_operand, last ? 0 : (chunk + 1) * CHUNK * SWIZZLED_ROW_BYTES));
       end_products();
-      wait_products<0>();
-      hold(sum[0]);
-      hold(score);
+      start_sums<TILES>(sum[0], weight,
+                        advanced(value_operand, chunk * CHUNK * SWIZZLED_ROW_BYTES), chunk > 0);
+      end_products();
     }
-
+    wait_products<0>();
+    hold(sum[0]);
+    hold(score);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float all = sum_in_quad(total[h]);

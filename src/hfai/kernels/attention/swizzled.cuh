@@ -12,14 +12,18 @@ static_assert(HALF && HEAD <= COLUMNS, "heads of half precision that fill one sw
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void copy_swizzled(char* target, const T* source, i64 stride, int count,
                                               int thread) {
-  constexpr int PIECES = SWIZZLED_ROW_BYTES / 16;
+  constexpr int PIECES = SWIZZLED_ROW_BYTES / 16, STEP_ROWS = THREADS / PIECES;
+  static_assert(STEP_ROWS % 8 == 0, "a thread's pieces are swizzled alike");
+  const int row = thread / PIECES, piece = thread % PIECES;
+  const T* from = source + row * stride + piece * VECTOR;
+  target += swizzled(row, piece);
+  const i64 step = STEP_ROWS * stride;
 #pragma unroll
-  for (int i = 0; i < ceil_div(ROWS * PIECES, THREADS); ++i) {
-    const int index = i * THREADS + thread, row = index / PIECES, piece = index % PIECES;
-    if (ROWS * PIECES % THREADS != 0 && index >= ROWS * PIECES) break;
-    const bool copy = row < count && piece * VECTOR < HEAD;
-    copy_async_or_zeros(target + swizzled(row, piece),
-                        copy ? source + row * stride + piece * VECTOR : source, copy);
+  for (int first = 0; first < ROWS; first += STEP_ROWS) {
+    if (ROWS % STEP_ROWS != 0 && first + row >= ROWS) break;
+    const bool copy = first + row < count && piece * VECTOR < HEAD;
+    copy_async_or_zeros(target + first * SWIZZLED_ROW_BYTES, from, copy);
+    from += step;
   }
 }
 
@@ -33,15 +37,20 @@ __device__ __forceinline__ void start_scores(float (&sum)[N / 8][4], u32 a, u32 
     Product::template run<true, false, false>(sum, advanced(a, step * STEP_BYTES),
                                               advanced(b, step * STEP_BYTES));
 }
-// sum[64][COLUMNS] += left [64][8 TILES], a result, times right [8 TILES][COLUMNS].
+// sum[64][COLUMNS] = left [64][8 TILES], a result, times right [8 TILES][COLUMNS]; added to what it is
+// where `add`, which the compiler must know.
 template <int TILES>
 __device__ __forceinline__ void start_sums(float (&sum)[COLUMNS / 8][4], const Kept<TILES>& left,
-                                           u32 right) {
+                                           u32 right, bool add = true) {
+  typedef WarpgroupProduct<T, COLUMNS> Product;
 #pragma unroll
   for (int step = 0; step < TILES / 2; ++step) {
     u32 a[4];
     left.as_left(a, step);
-    WarpgroupProduct<T, COLUMNS>::template run<true, true>(sum, a,
-                                                           advanced(right, step * ACROSS_BYTES));
+    const u32 some = advanced(right, step * ACROSS_BYTES);
+    if (add || step > 0)
+      Product::template run<true, true>(sum, a, some);
+    else
+      Product::template run<false, true>(sum, a, some);
   }
 }

@@ -267,11 +267,8 @@ __device__ __forceinline__ void store_result(T* target, i64 stride, int rows, in
         }
         transpose_in_quad(word);
         const int tile = group * 4 + quad;
-        if (row < rows && tile < TILES && tile * 8 < columns) {
-          uint4 vector;
-          vector.x = word[0], vector.y = word[1], vector.z = word[2], vector.w = word[3];
-          *reinterpret_cast<uint4*>(start + tile * 8) = vector;
-        }
+        if (row < rows && tile < TILES && tile * 8 < columns)
+          store_16_bytes(start + tile * 8, word);
       }
     } else {
 #pragma unroll
