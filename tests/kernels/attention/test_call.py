@@ -68,6 +68,15 @@ def test_masks_that_are_torchs(masking: Masking, reason: str) -> None:
     assert reason in str(call.why_not_masks(q, q, masking))
 
 
+def test_a_mask_made_under_inference_mode_is_torchs_in_training() -> None:
+    q = heads(2, 8, 4, 64)
+    with torch.inference_mode():
+        masking = Masking(attn_mask=torch.zeros(8, 8))
+    assert "inference_mode" in str(call.why_not_masks(q, q, masking))
+    with torch.no_grad():
+        assert call.why_not_masks(q, q, masking) is None
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (8, 8, 8), (1, 1, 8, 8), (2, 1, 8, 8), (1, 4, 8, 8)])
 def test_masks_that_broadcast_are_covered(shape: tuple[int, ...]) -> None:
     q = heads(2, 8, 4, 64)

@@ -179,6 +179,8 @@ def why_not_masks(q: Tensor, k: Tensor, masking: Masking) -> str | None:
             return f"{name} is {mask.dtype}, and neither bool, fp32 nor q's {q.dtype}"
         if mask.requires_grad and torch.is_grad_enabled():
             return f"{name} requires a gradient"
+        if mask.is_inference() and torch.is_grad_enabled():
+            return f"{name} was made under inference_mode and cannot be kept for backward"
     mask, key_mask = masking.attn_mask, masking.key_padding_mask
     if key_mask is not None and tuple(key_mask.shape) != (batch, keys):
         return f"key_padding_mask has shape {tuple(key_mask.shape)}, not {(batch, keys)}"
