@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.mha import call
-from hfai.nn import packed
+from hfai.nn import packed, sublayers
 from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm
 from hfai.nn.path import Path
@@ -62,14 +62,20 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             y = nn.TransformerEncoderLayer.forward(
                 self, src, src_mask, src_key_padding_mask, is_causal
             )
-        elif self.norm_first:
-            x = self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
-            x = src + x
-            y = x + self._ff_block(self.norm2(x))
+        elif not sublayers.has_torchs_blocks(self, nn.TransformerEncoderLayer):
+            y = _encode_by_blocks(self, src, src_mask, src_key_padding_mask, is_causal)
         else:
-            x = self._sa_block(src, src_mask, src_key_padding_mask, is_causal)
-            x = self.norm1(src + x)
-            y = self.norm2(x + self._ff_block(x))
+            x = self.norm1(src) if self.norm_first else src
+            branch = self.self_attn(
+                x,
+                x,
+                x,
+                attn_mask=src_mask,
+                key_padding_mask=src_key_padding_mask,
+                need_weights=False,
+                is_causal=is_causal,
+            )[0]
+            y = sublayers.finish_encoder_layer(self, src, branch)
         return y
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -173,6 +179,23 @@ class TransformerEncoder(nn.TransformerEncoder):
         if self.packed:
             reason += "; with a key padding mask on the rows that are not padding"
         return _explain(next(iter(self.parameters())), reason)
+
+
+def _encode_by_blocks(
+    layer: nn.TransformerEncoderLayer,
+    src: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    """Run torch's forward of the encoder layer without its single operator."""
+    if layer.norm_first:
+        x = src + layer._sa_block(layer.norm1(src), mask, padding, is_causal)
+        y: Tensor = x + layer._ff_block(layer.norm2(x))
+    else:
+        x = layer.norm1(src + layer._sa_block(src, mask, padding, is_causal))
+        y = layer.norm2(x + layer._ff_block(x))
+    return y
 
 
 def _swap_parts(layer: nn.Module) -> None:

@@ -62,7 +62,8 @@ def gradients(
                 None if bias_like is None else bias_like.to(dtype),
                 eps,
             )
-            made = torch.autograd.grad(y, inputs, sum(coming), create_graph=create_graph)
+            total = coming[0] if len(coming) == 1 else coming[0] + coming[1]
+            made = torch.autograd.grad(y, inputs, total, create_graph=create_graph)
             found = {id(tensor): gradient for tensor, gradient in zip(inputs, made, strict=True)}
             from_y = found[id(z)]
             whole = from_y if dz is None else dz + from_y
