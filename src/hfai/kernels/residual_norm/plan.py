@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 # Elements of a row that one thread holds. In backward it holds three sums for each.
 COLUMNS_OF_A_THREAD = 8
-MOST_COLUMNS = 1024 * COLUMNS_OF_A_THREAD
+MOST_COLUMNS = 512 * COLUMNS_OF_A_THREAD
 FORWARD_THREADS = 128
-BACKWARD_THREADS = 512
+BACKWARD_THREADS = 384
 MOST_SLOTS = 8
-# Of a multiprocessor in backward: 64 registers for each, which the kernel fits in.
-THREADS_AT_WORK = 1024
+# Of a multiprocessor in backward: about 80 registers for each. With 64 it would spill a few.
+THREADS_AT_WORK = 768
 
 
 @dataclass(frozen=True)
