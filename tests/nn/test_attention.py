@@ -486,9 +486,10 @@ def test_a_checkpoint_with_dropout_draws_the_same_without_gradients_and_with(
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(257, 8), (8, 257)])
-def test_longer_sequences_than_were_measured_are_torchs(
-    fused: None, queries: int, keys: int
+def test_sequences_beyond_the_limit_are_torchs(
+    fused: None, monkeypatch: pytest.MonkeyPatch, queries: int, keys: int
 ) -> None:
+    monkeypatch.setattr(dispatch, "LONGEST", 256)
     torchs, ours = pair(E, H, batch_first=True)
     query, key = _leaf(queries, True), _leaf(keys, True)
     for need_weights in (True, False):
@@ -502,7 +503,10 @@ def test_longer_sequences_than_were_measured_are_torchs(
     )
 
 
-def test_dropped_weights_without_masks_run_here_at_any_length(fused: None) -> None:
+def test_dropped_weights_without_masks_run_here_at_any_length(
+    fused: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "LONGEST", 256)
     _, ours = pair(E, H, batch_first=True, dropout=0.5)
     x = _leaf(300, True)
     assert is_covered(ours, x, x, x, need_weights=False)
@@ -512,10 +516,9 @@ def test_dropped_weights_without_masks_run_here_at_any_length(fused: None) -> No
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(("queries", "keys"), [(320, 320), (64, 576)])
-def test_the_way_behind_the_limit_of_lengths_is_right(
-    fused: None, monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, batch_first: bool
+def test_lengths_beyond_our_own_kernels_are_right(
+    fused: None, queries: int, keys: int, batch_first: bool
 ) -> None:
-    monkeypatch.setattr(dispatch, "LONGEST", 1 << 20)
     torchs, ours = pair(E, H, batch_first=batch_first)
     query = _leaf(queries, batch_first)
     key = query if queries == keys else _leaf(keys, batch_first)

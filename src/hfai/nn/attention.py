@@ -67,15 +67,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             reason = dispatch.why_not_precision(self.out_proj.weight.dtype)
         if reason is not None:
             return Path("torch", reason)
-        longer = f"more than {dispatch.LONGEST} queries or keys, longer than what was measured"
         if self.training and self.dropout:
             return Path(
                 "hfai",
                 "fused attention on the input product; as long as dropout is on, torch's with "
-                f"need_weights=True, the default, and with masks at {longer}",
+                "need_weights=True, the default",
             )
         return Path(
             "hfai",
-            "fused attention on the input product, averaged weights on the side; torch's for "
-            f"{longer}, and mostly for calls without gradients",
+            "fused attention on the input product, averaged weights on the side; torch's mostly "
+            "for calls without gradients",
         )

