@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hfai.kernels.mha import call, dispatch, traced
 from hfai.kernels.mha.call import Options
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch
+from hfai.nn.stand_in import as_leaf, as_torch, is_recorded
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -41,10 +41,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         options = Options(
             key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )
+        outputs: tuple[Tensor, Tensor | None] | None
         if torch.compiler.is_compiling():
             outputs = traced.attend(self, query, key, value, options)
-        elif isinstance(query, torch.fx.Proxy):
-            return as_leaf(self, query, key, value, **options._asdict())
+        elif is_recorded(query, key, value, key_padding_mask, attn_mask):
+            outputs = as_leaf(self, query, key, value, **options._asdict())
         else:
             outputs = call.attend(self, query, key, value, options)
         if outputs is not None:

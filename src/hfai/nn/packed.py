@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hfai.kernels.attention import Masking
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
-from hfai.kernels.mha import call
+from hfai.kernels.mha import call, dispatch
 from hfai.kernels.mha.projections import Layout
 from hfai.nn import sublayers
 
@@ -49,6 +49,12 @@ def encode(
     x = src if batch_first else src.transpose(0, 1)
     if padding.shape != x.shape[:2] or padding.device != x.device:
         return None  # which torch refuses
+    dtype, length = call.product_type(x), x.shape[1]
+    if dispatch.why_torchs(length, length, dtype, by_torchs_node=False) is not None:
+        return None
+    head = encoder.layers[0].self_attn.head_dim
+    if x.is_cuda and dispatch.why_not_head(head, dtype) is not None:
+        return None
     rows = padding.logical_not().flatten().nonzero().squeeze(1)
     masking = Masking(key_padding_mask=padding)
     x = x.flatten(0, 1).index_select(0, rows)

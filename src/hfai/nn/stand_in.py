@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -20,16 +21,22 @@ def as_torch(module: nn.Module, torch_class: type[ModuleT]) -> ModuleT:
     return plain
 
 
+def is_recorded(*values: Any) -> bool:
+    """Return whether torch.fx passes its own object for one of a call's arguments."""
+    return any(isinstance(value, torch.fx.Proxy) for value in values)
+
+
 def as_leaf(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     """Record the layer as one node of torch.fx's graph, as it does with torch's own layers.
 
     Args:
         module: the layer.
-        *arguments: of the call, a proxy first; a None at their end is left out.
-        **keywords: of the call.
+        *arguments: of the call; a None at their end is left out.
+        **keywords: of the call. One of all these is a proxy (`is_recorded`).
     """
     if arguments[-1] is None:
         arguments = arguments[:-1]
-    tracer = arguments[0].tracer
+    given = (*arguments, *keywords.values())
+    tracer: Any = next(value.tracer for value in given if isinstance(value, torch.fx.Proxy))
     path = tracer.path_of_module(module)
     return tracer.create_proxy("call_module", path, arguments, keywords)

@@ -22,7 +22,7 @@ from hfai.nn import packed, sublayers
 from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch
+from hfai.nn.stand_in import as_leaf, as_torch, is_recorded
 
 _PARTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.MultiheadAttention: MultiheadAttention,
@@ -51,7 +51,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Run the layer over `src`; see torch's class for shapes and options."""
         y: Tensor
-        if isinstance(src, torch.fx.Proxy):
+        if is_recorded(src, src_mask, src_key_padding_mask):
             options = {
                 "src_mask": src_mask,
                 "src_key_padding_mask": src_key_padding_mask,
@@ -119,7 +119,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             "memory_is_causal": memory_is_causal,
         }
         y: Tensor
-        if isinstance(tgt, torch.fx.Proxy):
+        if is_recorded(tgt, memory, *options.values()):
             y = as_leaf(self, tgt, memory, **options)
         else:
             y = nn.TransformerDecoderLayer.forward(self, tgt, memory, **options)
@@ -154,7 +154,7 @@ class TransformerEncoder(nn.TransformerEncoder):
     ) -> Tensor:
         """Run all layers over `src`; see torch's class for shapes and options."""
         y: Tensor | None
-        if isinstance(src, torch.fx.Proxy):
+        if is_recorded(src, mask, src_key_padding_mask):
             options = {
                 "mask": mask,
                 "src_key_padding_mask": src_key_padding_mask,
@@ -178,7 +178,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         reason = "its layers are called"
         if self.packed:
             reason += "; with a key padding mask on the rows that are not padding"
-        return _explain(next(iter(self.parameters())), reason)
+        return _explain(next(iter(self.parameters()), None), reason)
 
 
 def _encode_by_blocks(
@@ -227,10 +227,12 @@ def _calls_parts(
     return layer.training or src.numel() * src.shape[-1] >= LEAST_WORK_IN_EVALUATION
 
 
-def _explain(part: nn.Module | Tensor, reason: str) -> Path:
+def _explain(part: nn.Module | Tensor | None, reason: str) -> Path:
     if not torch.cuda.is_available():
         return Path("torch", "no CUDA device: what is faster in it is for CUDA")
-    weight = part if isinstance(part, Tensor) else next(part.parameters())
+    weight = next(part.parameters(), None) if isinstance(part, nn.Module) else part
+    if weight is None:
+        return Path("torch", "it has no parameters of its own to go by (quantized, or replaced)")
     if not weight.is_cuda:
         return Path("torch", f"the parameters are on {weight.device.type}, not on CUDA")
     if weight.dtype not in call.DTYPES:
