@@ -135,8 +135,7 @@ class Latents(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(self.attention(self.latents, x, x)[0], x)
-        y = self.layer(self.latents, y)
-        return y
+        return self.layer(self.latents, y)  # type: ignore[no-any-return]
 
 
 def test_fx_records_layers_whose_first_argument_is_a_buffer() -> None:

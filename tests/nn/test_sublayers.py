@@ -86,6 +86,37 @@ def test_results_are_torchs(
     assert [seen["branch_bias"] for seen in launches] == ([False] if norm_first else [False, True])
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_decoder_layers_return_what_torchs_do(
+    launches: list[dict[str, Any]], norm_first: bool, autocast: bool
+) -> None:
+    torch.manual_seed(0)
+    torchs = nn.TransformerDecoderLayer(
+        E, H, 48, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
+    ours = to_hfai(copy.deepcopy(torchs))
+    x, memory, dy = torch.randn(B, L, E), torch.randn(B, L + 2, E), torch.randn(B, L, E)
+    padding = torch.arange(L + 2) >= torch.tensor([[L + 2], [3], [5]])
+    options = {
+        "tgt_mask": torch.ones(L, L, dtype=torch.bool).triu(1),
+        "memory_key_padding_mask": padding,
+        "tgt_is_causal": True,
+    }
+
+    def run(layer: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+        leaf, read = x.to(dtype).requires_grad_(), memory.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype is torch.float32):
+            y = layer(leaf, read, **options)
+        return [y, *torch.autograd.grad(y, [leaf, read, *layer.parameters()], dy.to(y.dtype))]
+
+    exact = run(copy.deepcopy(torchs).double(), torch.float64)
+    expected, made = run(torchs, torch.float32), run(ours, torch.float32)
+    for one, other, true in zip(made, expected, exact, strict=True):
+        assert relative_error(one, true) < 1.5 * relative_error(other, true) + 1e-6
+    assert len(launches) == (2 if norm_first else 3)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_layer_drops_the_same_when_it_runs_again(
     launches: list[dict[str, Any]], reentrant: bool

@@ -11,6 +11,8 @@ Parameters are read by attribute on every call. Where anything differs the modul
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,7 +70,11 @@ def add_and_normalise(
 
 
 def add_then_normalise(
-    branch: Tensor, residual: Tensor, dropout: nn.Dropout, norm: nn.LayerNorm, reader: nn.Module
+    branch: Tensor,
+    residual: Tensor,
+    dropout: nn.Dropout,
+    norm: nn.LayerNorm,
+    reader: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return z = residual + dropout(branch), and norm(z) as `reader` alone takes it."""
     half = _is_plain_linear(reader)
@@ -108,6 +114,38 @@ def finish_encoder_layer(layer: nn.TransformerEncoderLayer, src: Tensor, branch:
     x, read = add_and_normalise(branch, src, layer.dropout1, layer.norm1, layer.linear1)
     inner = layer.dropout(layer.activation(layer.linear1(read)))
     return contract_and_normalise(inner, layer.linear2, x, layer.dropout2, layer.norm2)
+
+
+def decode(
+    layer: nn.TransformerDecoderLayer,
+    tgt: Tensor,
+    memory: Tensor,
+    of_tgt: dict[str, Any],
+    of_memory: dict[str, Any],
+) -> Tensor:
+    """Return what torch's forward of the decoder layer returns.
+
+    Args:
+        layer: with torch's sublayers (`has_torchs_blocks`).
+        tgt: its input.
+        memory: what its second attention reads.
+        of_tgt: masks of the first attention, by the names of its forward.
+        of_memory: masks of the second.
+    """
+    x = layer.norm1(tgt) if layer.norm_first else tgt
+    branch = layer.self_attn(x, x, x, need_weights=False, **of_tgt)[0]
+    if layer.norm_first:
+        x, read = add_then_normalise(branch, tgt, layer.dropout1, layer.norm2)
+        branch = layer.multihead_attn(read, memory, memory, need_weights=False, **of_memory)[0]
+        x, read = add_then_normalise(branch, x, layer.dropout2, layer.norm3, layer.linear1)
+        inner = layer.dropout(layer.activation(layer.linear1(read)))
+        y: Tensor = x + layer.dropout3(layer.linear2(inner))
+        return y
+    x, read = add_and_normalise(branch, tgt, layer.dropout1, layer.norm1)
+    branch = layer.multihead_attn(read, memory, memory, need_weights=False, **of_memory)[0]
+    x, read = add_and_normalise(branch, x, layer.dropout2, layer.norm2, layer.linear1)
+    inner = layer.dropout(layer.activation(layer.linear1(read)))
+    return contract_and_normalise(inner, layer.linear2, x, layer.dropout3, layer.norm3)
 
 
 def _fused(

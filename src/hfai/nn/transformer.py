@@ -121,6 +121,18 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         y: Tensor
         if is_recorded(tgt, memory, *options.values()):
             y = as_leaf(self, tgt, memory, **options)
+        elif sublayers.has_torchs_blocks(self, nn.TransformerDecoderLayer):
+            of_tgt = {
+                "attn_mask": tgt_mask,
+                "key_padding_mask": tgt_key_padding_mask,
+                "is_causal": tgt_is_causal,
+            }
+            of_memory = {
+                "attn_mask": memory_mask,
+                "key_padding_mask": memory_key_padding_mask,
+                "is_causal": memory_is_causal,
+            }
+            y = sublayers.decode(self, tgt, memory, of_tgt, of_memory)
         else:
             y = nn.TransformerDecoderLayer.forward(self, tgt, memory, **options)
         return y
