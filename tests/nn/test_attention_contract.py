@@ -199,3 +199,11 @@ def test_layers_without_parameters_of_their_own_can_be_explained(
     layer = hfai.nn.TransformerEncoderLayer(E, H, 48)
     layer.linear1 = nn.Identity()
     assert layer.explain_path().taken == "torch"
+
+
+def test_an_input_changed_in_place_is_refused_in_backward_as_the_docs_say() -> None:
+    _, ours = pair(batch_first=True)
+    x = torch.randn(B, L, E, requires_grad=True) * 1.0
+    x += ours(x, x, x)[0]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        x.sum().backward()

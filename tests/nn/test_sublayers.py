@@ -205,3 +205,18 @@ def test_small_sums_and_other_devices_are_left_to_the_modules(
     assert not launches
     reason = residual_norm.why_not_covered(x, None, x, None, None, 0.0)
     assert reason == "the tensors are on cpu, and the kernels are for CUDA"
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_layers_compile_as_one_graph(launches: list[dict[str, Any]], norm_first: bool) -> None:
+    torchs, ours = layers(norm_first=norm_first)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    x, dy = torch.randn(B, L, E), torch.randn(B, L, E)
+    expected = gradients(torchs, x, dy)
+    leaf = x.clone().requires_grad_()
+    y = compiled(leaf)
+    found = torch.autograd.grad(y, [leaf, *ours.parameters()], dy)
+    for one, other in zip([y, *found], [expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not launches  # the compiler fuses these itself
