@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 from hfai.kernels import jit
@@ -55,5 +56,11 @@ class HostConfiguration(Configuration):
             "float* const shared = emulator::shared_memory();",
             "\n".join(parts),
         )
-        entry = ENTRY.replace("KERNEL", f"hfai_residual_norm_{name}")
-        return HostKernel(_compile(text + entry), block, shared_bytes)
+        # One entry for each kernel of the text, so that it is compiled once.
+        generic, entry = ENTRY.split('extern "C"')
+        text += generic
+        for kernel in re.findall(r"\bhfai_residual_norm_\w+(?=\()", text):
+            named = entry.replace("KERNEL", kernel).replace("int run(", f"int run_{kernel}(")
+            text += f'extern "C"{named}'
+        run = getattr(_compile(text), f"run_hfai_residual_norm_{name}")
+        return HostKernel(SimpleNamespace(run=run), block, shared_bytes)  # type: ignore[arg-type]

@@ -51,8 +51,9 @@ def expected(given: list[Tensor], keep: Tensor | None, scale: float) -> tuple[Te
     return z, F.layer_norm(z, z.shape[-1:], leaves[3], leaves[4], 1e-5), *leaves
 
 
-@pytest.mark.parametrize("length", [8, 264, 520, 1032])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, MIXED], ids=str)
+@pytest.mark.parametrize(
+    ("length", "dtype"), [(8, FP32), (264, MIXED), (520, FP16), (1032, FP32)], ids=str
+)
 def test_values_and_gradients(dtype: Any, length: int) -> None:
     torch.manual_seed(1)
     rows = 21
@@ -97,8 +98,7 @@ def test_gradients_of_any_of_the_outputs_alone(y: bool, half: bool, z: bool) -> 
             torch.testing.assert_close(one.grad.double(), right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("length", [40, 1032])
+@pytest.mark.parametrize(("length", "dtype"), [(72, FP32), (1032, BF16)], ids=str)
 def test_dropout_drops_what_its_mask_says_and_as_much_as_asked(
     dtype: torch.dtype, length: int
 ) -> None:
@@ -122,7 +122,7 @@ def test_dropout_drops_what_its_mask_says_and_as_much_as_asked(
 
 
 def test_dropout_in_backward_is_that_of_forward() -> None:
-    given = parts(9, 96, FP32)
+    given = parts(9, 72, FP32)
     torch.manual_seed(3)
     z, y, _ = normalise_sum(*given, 1e-5, 0.25, z=True)
     assert z is not None
@@ -141,7 +141,7 @@ def test_dropout_in_backward_is_that_of_forward() -> None:
 
 
 def test_a_seed_repeats_the_mask_and_another_call_draws_another() -> None:
-    given = [t.detach() for t in parts(9, 96, FP32)]
+    given = [t.detach() for t in parts(9, 72, FP32)]
 
     def call_once() -> Tensor:
         y = normalise_sum(*given, 1e-5, 0.5).y
@@ -167,7 +167,7 @@ def test_a_constant_row_comes_out_as_the_bias_and_nan_stays_in_its_row() -> None
     torch.testing.assert_close(y[others], given[4].expand(5, 72), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("missing", [(1,), (3, 4), (4,), (1, 3, 4)])
+@pytest.mark.parametrize("missing", [(1,), (1, 3, 4)])
 def test_parameters_may_be_missing(missing: tuple[int, ...]) -> None:
     given: list[Any] = parts(5, 72, FP32)
     for index in missing:
@@ -194,7 +194,7 @@ def test_only_gradients_that_are_needed_are_made() -> None:
 
 
 def test_gradients_of_gradients() -> None:
-    given = [t.detach() for t in parts(3, 8, torch.float32)]
+    given = [t.detach() for t in parts(3, 8, FP32)]
     leaves = [t.requires_grad_() for t in given]
 
     def second(function: Any) -> list[Tensor]:

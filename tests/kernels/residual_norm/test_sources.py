@@ -57,7 +57,7 @@ def compiled(architecture: str, length: int, types: Types, **options: bool) -> l
 @pytest.mark.parametrize("architecture", DEVICES)
 @pytest.mark.parametrize(
     ("length", "name"),
-    [(768, "autocast"), (1024, "autocast"), (4096, "autocast"), (40, "fp32"), (1024, "fp16")],
+    [(1024, "autocast"), (4096, "autocast"), (768, "fp16")],
 )
 def test_nothing_spills_and_blocks_fit(architecture: str, length: int, name: str) -> None:
     limits = DEVICES[architecture]
