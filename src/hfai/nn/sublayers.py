@@ -92,7 +92,7 @@ def contract_and_normalise(
 ) -> Tensor:
     """Return norm(residual + dropout(linear(inner))), the linear map's bias left to the kernel."""
     bias = None
-    if _why_not_fused(residual, None, residual, dropout, norm) is None:
+    if residual_norm.is_large(residual) and _may_be_fused(dropout, norm):
         branch, bias = _without_bias(linear, inner)
         made = _fused(branch, bias, residual, dropout, norm)
         if made is not None and made.y is not None:
@@ -163,33 +163,29 @@ def _fused(
 
     Where autocast is not what makes the branch narrow, `half` is nothing else than `y`.
     """
-    if _why_not_fused(branch, branch_bias, residual, dropout, norm) is not None:
+    if not residual_norm.is_large(residual) or not _may_be_fused(dropout, norm):
         return None
+    if norm.normalized_shape[0] != branch.shape[-1]:
+        return None  # which torch refuses
     half = half and _is_narrowed(branch)
     parts = (branch, branch_bias, residual, norm.weight, norm.bias)
     p = float(dropout.p) if dropout.training else 0.0
     return residual_norm.normalise_sum(*parts, norm.eps, p, z=z, y=y or not half, half=half)
 
 
-def _why_not_fused(
-    branch: Tensor,
-    branch_bias: Tensor | None,
-    residual: Tensor,
-    dropout: nn.Dropout,
-    norm: nn.LayerNorm,
-) -> str | None:
-    if torch.compiler.is_compiling():
-        return "the compiler fuses these itself"
-    if type(dropout) is not nn.Dropout or dropout.inplace:
-        return f"the dropout is a {type(dropout).__name__}"
-    if type(norm) not in (LayerNorm, nn.LayerNorm):
-        return f"the norm is a {type(norm).__name__}"
-    if has_listeners(dropout, norm):
-        return "the dropout or the norm has hooks or another forward"
-    if tuple(norm.normalized_shape) != (branch.shape[-1],):
-        return "the norm is over other dimensions than the last"
-    p = float(dropout.p) if dropout.training else 0.0
-    return residual_norm.why_not_covered(branch, branch_bias, residual, norm.weight, norm.bias, p)
+def _may_be_fused(dropout: nn.Dropout, norm: nn.LayerNorm) -> bool:
+    """Return whether the two modules are torch's own or ours, with nothing attached.
+
+    A compiler fuses these itself. Lengths and types are the kernels' to look at.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(dropout) is nn.Dropout
+        and not dropout.inplace
+        and type(norm) in (LayerNorm, nn.LayerNorm)
+        and len(norm.normalized_shape) == 1
+        and not has_listeners(dropout, norm)
+    )
 
 
 def _is_narrowed(branch: Tensor) -> bool:

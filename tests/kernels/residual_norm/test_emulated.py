@@ -239,5 +239,9 @@ def test_what_is_not_covered_is_named() -> None:
             *parts(4, 72, FP32)[3:],
         ]
     )
-    with pytest.raises(ValueError, match="rows of 70"):
-        normalise_sum(*parts(4, 70, FP32), 1e-5, 0.0)
+    assert normalise_sum(*parts(4, 70, FP32), 1e-5, 0.0) is None
+    assert normalise_sum(*parts(4, 72, FP32), 1e-5, 1.0) is None
+    given = parts(4, 72, FP32)
+    assert normalise_sum(*given, 1e-5, 0.0) is not None
+    given[2] = drawn(72, 4, dtype=FP32).t()  # of the same types as the call before, and not dense
+    assert normalise_sum(*given, 1e-5, 0.0) is None

@@ -6,6 +6,6 @@ for the sums over rows. Of dropout a bit an element is kept.
 """
 
 from hfai.kernels.residual_norm.autograd import Outputs
-from hfai.kernels.residual_norm.call import normalise_sum, why_not_covered
+from hfai.kernels.residual_norm.call import is_large, normalise_sum, why_not_covered
 
-__all__ = ["Outputs", "normalise_sum", "why_not_covered"]
+__all__ = ["Outputs", "is_large", "normalise_sum", "why_not_covered"]

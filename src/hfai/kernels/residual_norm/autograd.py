@@ -137,22 +137,30 @@ def _is_as_saved(
 ) -> bool:
     """Return whether what saved-tensor hooks gave back is what was saved."""
     types, length = configuration.types, configuration.row_length
-    expected = [
-        (z, types.z, z.shape),
-        (statistics, torch.float32, (2, z.numel() // length)),
-        (mask, torch.uint8, (z.numel() // length, length // 8)),
-        (weight, types.parameters, (length,)),
-    ]
-    return all(
-        tensor is None
-        or (
-            _is_plain(tensor)
-            and tensor.dtype is dtype
-            and tensor.shape == shape
-            and tensor.get_device() == configuration.device
-            and is_ready(tensor)
+    rows = z.numel() // length
+    return (
+        _is_saved(configuration, z, types.z)
+        and z.shape[-1] == length
+        and _is_saved(configuration, statistics, torch.float32)
+        and statistics.shape == (2, rows)
+        and (
+            mask is None
+            or (_is_saved(configuration, mask, torch.uint8) and mask.shape == (rows, length // 8))
         )
-        for tensor, dtype, shape in expected
+        and (
+            weight is None
+            or (_is_saved(configuration, weight, types.parameters) and weight.shape == (length,))
+        )
+    )
+
+
+def _is_saved(configuration: Configuration, tensor: Tensor, dtype: torch.dtype) -> bool:
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.dtype is dtype
+        and tensor.get_device() == configuration.device
+        and torch._C._has_storage(tensor)
+        and is_ready(tensor)
     )
 
 
