@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
@@ -55,24 +56,26 @@ class Everywhere:
     The limits are lifted around a block of calls, not in each.
     """
 
-    limits = (
+    limits: tuple[tuple[ModuleType, str, int], ...] = (
         (dispatch, "LEAST_WORK_IN_INFERENCE", 0),
         (dispatch, "LEAST_WORK_WITHOUT_WEIGHTS", 0),
+        (dispatch, "INSTEAD_OF_ONE_OPERATOR", True),
         (transformer, "LEAST_WORK_IN_EVALUATION", 0),
         (residual_call, "LEAST_ELEMENTS", 0),
     )
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self._before: list[Any] = []
 
     def __enter__(self) -> None:
         self._before = [getattr(owner, name) for owner, name, _ in self.limits]
-        for owner, name, value in self.limits:
-            setattr(owner, name, value)
+        for owner, name, lifted in self.limits:
+            setattr(owner, name, lifted)
 
     def __exit__(self, *_: object) -> None:
-        for (owner, name, _), value in zip(self.limits, self._before, strict=True):
-            setattr(owner, name, value)
+        for (owner, name, _), before in zip(self.limits, self._before, strict=True):
+            setattr(owner, name, before)
 
 
 class Apart(Everywhere):

@@ -10,14 +10,13 @@ calls its parts: its class is here so that a layer built from it has ours inside
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
-from hfai.kernels.mha import call
+from hfai.kernels.mha import call, dispatch
 from hfai.nn import packed, sublayers
 from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm
@@ -29,9 +28,11 @@ _PARTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: LayerNorm,
 }
 
-# Multiply-adds of a product of E by E from which the parts are called in evaluation. No size has
-# been measured at which they win; small ones lose, since the host takes longer over them.
-LEAST_WORK_IN_EVALUATION = math.inf
+# Multiply-adds of a product of E by E from which the parts are called in evaluation, in half
+# precision and with sequences as short as our own attention takes: 5000 of 64 rows of 512, where
+# they took 0.90 of torch's time. With 32 of 512 rows of 1024 it was 0.98, and small layers lose,
+# since the host takes longer over the parts (benchmarks/layers.py).
+LEAST_WORK_IN_EVALUATION = 5000 * 64 * 512**2
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -236,7 +237,15 @@ def _calls_parts(
     if type(src) not in PLAIN_TYPES or src.is_nested or why_watched() is not None:
         return False
     # In training torch's forward calls the parts as well.
-    return layer.training or src.numel() * src.shape[-1] >= LEAST_WORK_IN_EVALUATION
+    if layer.training or not LEAST_WORK_IN_EVALUATION:
+        return True
+    rows = src.shape[1 if layer.self_attn.batch_first else 0]
+    return (
+        src.dim() == 3
+        and rows <= dispatch.MOST_ROWS_FORWARD
+        and call.product_type(src) is not torch.float32
+        and src.numel() * src.shape[-1] >= LEAST_WORK_IN_EVALUATION
+    )
 
 
 def _explain(part: nn.Module | Tensor | None, reason: str) -> Path:

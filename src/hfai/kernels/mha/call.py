@@ -47,7 +47,7 @@ def attend(
         return None
     if query.is_nested or key.is_nested or value.is_nested:  # they have no shape to ask for
         return None
-    if _is_small_inference(module, query, key, value):  # first, for it is the host that is slow
+    if _is_small_inference(module, query, key, value, options.need_weights):
         return None
     if query.is_cuda and query.get_device() != current_device():
         with torch.cuda.device(query.get_device()):
@@ -152,7 +152,10 @@ def _batched(
     inference = not module.training and _is_torchs_inference(
         module, q, k, v, key_padding_mask, attn_mask, module.batch_first and not as_one
     )
-    if inference and not dispatch.INSTEAD_OF_ONE_OPERATOR:
+    if inference and not (
+        dispatch.INSTEAD_OF_ONE_OPERATOR
+        or dispatch.beats_one_operator(queries, keys, dtype, need_weights=options.need_weights)
+    ):
         return None
     nan_rows = masked and (options.need_weights or inference)
     layout = Layout(module.num_heads, batch_first)
@@ -168,7 +171,7 @@ def _batched(
 
 
 def _is_small_inference(
-    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, need_weights: bool
 ) -> bool:
     """Return whether no gradient is wanted and the call is too small to be faster here.
 
@@ -177,7 +180,10 @@ def _is_small_inference(
     """
     if query.dim() < 2 or (module.training and module.dropout):
         return False
-    if query.numel() * query.shape[-1] >= dispatch.LEAST_WORK_IN_INFERENCE:
+    least = (
+        dispatch.LEAST_WORK_IN_INFERENCE if need_weights else dispatch.LEAST_WORK_WITHOUT_WEIGHTS
+    )
+    if query.numel() * query.shape[-1] >= least:
         return False
     if not torch.is_grad_enabled():
         return True
