@@ -73,7 +73,7 @@ class Everywhere:
         for owner, name, lifted in self.limits:
             setattr(owner, name, lifted)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for (owner, name, _), before in zip(self.limits, self._before, strict=True):
             setattr(owner, name, before)
 
