@@ -212,6 +212,23 @@ def test_gradients_of_gradients() -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
 
 
+def test_gradients_that_keep_their_graph_are_right_where_one_norm_is_applied_twice() -> None:
+    branch, shift, residual, weight, bias = leaves = parts(3, 72, FP32)
+
+    def gradients(norm: Any) -> list[Tensor]:
+        y = norm(branch, shift, norm(branch, shift, residual, weight, bias), weight, bias)
+        return list(torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True))
+
+    ours = gradients(lambda *given: normalise_sum(*given, 1e-5, 0.0).y)
+    torchs = gradients(
+        lambda branch, shift, residual, weight, bias: F.layer_norm(
+            residual + branch + shift, (72,), weight, bias
+        )
+    )
+    for one, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
+
+
 def test_gradients_that_lie_otherwise_are_read_right() -> None:
     given = parts(6, 72, FP32)
     y = normalise_sum(*given, 1e-5, 0.0).y

@@ -46,10 +46,12 @@ def gradients(
     dz, dy, dhalf = given
     with torch.enable_grad(), torch.autocast(z.device.type, enabled=False):
         dtype = torch.promote_types(z.dtype, types[2])
-        if not z.requires_grad:
-            z = z.detach().requires_grad_()
-        if weight is not None and not weight.requires_grad:
-            weight = weight.detach().requires_grad_()
+        # Aliases: z may itself be made with this weight (one norm applied twice), and the paths
+        # through z's own history are the caller's to follow.
+        z = z.view_as(z) if z.requires_grad else z.detach().requires_grad_()
+        if weight is not None:
+            has_history = weight.requires_grad
+            weight = weight.view_as(weight) if has_history else weight.detach().requires_grad_()
         inputs = [tensor for tensor in (z, weight, bias_like) if tensor is not None]
         whole: Tensor | None = dz
         found: dict[int, Tensor] = {}
