@@ -47,7 +47,7 @@ def attend(
         return None
     if query.is_nested or key.is_nested or value.is_nested:  # they have no shape to ask for
         return None
-    if _is_small_inference(module, query, key, value, options.need_weights):
+    if is_small_inference(module, query, key, value, options.need_weights):
         return None
     if query.is_cuda and query.get_device() != current_device():
         with torch.cuda.device(query.get_device()):
@@ -170,7 +170,7 @@ def _batched(
     return y.transpose(0, 1) if swapped else y, weights
 
 
-def _is_small_inference(
+def is_small_inference(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, need_weights: bool
 ) -> bool:
     """Return whether no gradient is wanted and the call is too small to be faster here.
@@ -178,7 +178,9 @@ def _is_small_inference(
     Never with dropout in training: a checkpoint's first forward, which asks for no gradients, must
     draw the same as the one that is run again for them.
     """
-    if query.dim() < 2 or (module.training and module.dropout):
+    if type(query) not in PLAIN_TYPES or query.is_nested or query.dim() < 2:
+        return False
+    if module.training and module.dropout:
         return False
     least = (
         dispatch.LEAST_WORK_IN_INFERENCE if need_weights else dispatch.LEAST_WORK_WITHOUT_WEIGHTS
