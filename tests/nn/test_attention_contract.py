@@ -208,3 +208,20 @@ def test_an_input_changed_in_place_is_refused_in_backward_as_the_docs_say() -> N
     x += ours(x, x, x)[0]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         x.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+def test_scripting_leaves_the_model_as_it_is() -> None:
+    torchs = nn.Transformer(
+        E, H, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=48, dropout=0.0
+    )
+    ours = to_hfai(copy.deepcopy(torchs))
+    before = [(id(module), type(module)) for module in ours.modules()]
+    scripted = torch.jit.script(ours)
+    assert [(id(module), type(module)) for module in ours.modules()] == before
+    source, target = torch.randn(L, B, E), torch.randn(L, B, E)
+    torch.testing.assert_close(
+        scripted(source, target), torchs(source, target), rtol=1e-4, atol=1e-5
+    )
+    attention = torch.jit.script(ours.encoder.layers[0].self_attn)
+    assert attention(source, source, source)[0].shape == source.shape

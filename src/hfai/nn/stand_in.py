@@ -6,12 +6,15 @@ one node each, by the module they live in. A class of ours is neither, so its la
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def as_torch(module: nn.Module, torch_class: type[ModuleT]) -> ModuleT:
@@ -19,6 +22,23 @@ def as_torch(module: nn.Module, torch_class: type[ModuleT]) -> ModuleT:
     plain = torch_class.__new__(torch_class)
     plain.__dict__ = module.__dict__.copy()
     return plain
+
+
+def as_method(forward: MethodT, name: str) -> MethodT:
+    """Return torch's `forward` under another name, as a method that TorchScript can compile.
+
+    TorchScript compiles a layer's forward and the methods that it calls; a class of ours that calls
+    this one under `is_scripting` needs no stand-in, and the model that is scripted stays as it is
+    (what `__prepare_scriptable__` returns is put into the model itself).
+    """
+    assert isinstance(forward, FunctionType)
+    copied = FunctionType(
+        forward.__code__, forward.__globals__, name, forward.__defaults__, forward.__closure__
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied.__annotations__ = forward.__annotations__
+    copied.__module__ = forward.__module__
+    return cast(MethodT, copied)
 
 
 def is_recorded(*values: Any) -> bool:

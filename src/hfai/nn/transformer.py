@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.mha import call, dispatch
@@ -21,7 +22,7 @@ from hfai.nn import packed, sublayers
 from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch, is_recorded
+from hfai.nn.stand_in import as_leaf, as_method, is_recorded
 
 _PARTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.MultiheadAttention: MultiheadAttention,
@@ -51,37 +52,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """Run the layer over `src`; see torch's class for shapes and options."""
-        y: Tensor
-        if is_recorded(src, src_mask, src_key_padding_mask):
-            options = {
-                "src_mask": src_mask,
-                "src_key_padding_mask": src_key_padding_mask,
-                "is_causal": is_causal,
-            }
-            y = as_leaf(self, src, **options)
-        elif not _calls_parts(self, src, src_mask, src_key_padding_mask):
-            y = nn.TransformerEncoderLayer.forward(
-                self, src, src_mask, src_key_padding_mask, is_causal
-            )
-        elif not sublayers.has_torchs_blocks(self, nn.TransformerEncoderLayer):
-            y = _encode_by_blocks(self, src, src_mask, src_key_padding_mask, is_causal)
-        else:
-            x = self.norm1(src) if self.norm_first else src
-            branch = self.self_attn(
-                x,
-                x,
-                x,
-                attn_mask=src_mask,
-                key_padding_mask=src_key_padding_mask,
-                need_weights=False,
-                is_causal=is_causal,
-            )[0]
-            y = sublayers.finish_encoder_layer(self, src, branch)
-        return y
+        if is_scripting():
+            return self._scripted(src, src_mask, src_key_padding_mask, is_causal)
+        else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
+            return _encode_layer(self, src, src_mask, src_key_padding_mask, is_causal)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.TransformerEncoderLayer)
+    _scripted = as_method(nn.TransformerEncoderLayer.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -111,36 +87,29 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Run the layer over `tgt`; see torch's class for shapes and options."""
-        options: dict[str, Any] = {
-            "tgt_mask": tgt_mask,
-            "memory_mask": memory_mask,
-            "tgt_key_padding_mask": tgt_key_padding_mask,
-            "memory_key_padding_mask": memory_key_padding_mask,
-            "tgt_is_causal": tgt_is_causal,
-            "memory_is_causal": memory_is_causal,
-        }
-        y: Tensor
-        if is_recorded(tgt, memory, *options.values()):
-            y = as_leaf(self, tgt, memory, **options)
-        elif sublayers.has_torchs_blocks(self, nn.TransformerDecoderLayer):
-            of_tgt = {
-                "attn_mask": tgt_mask,
-                "key_padding_mask": tgt_key_padding_mask,
-                "is_causal": tgt_is_causal,
+        if is_scripting():
+            return self._scripted(
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+        else:  # noqa: RET505 (as above)
+            options = {
+                "tgt_mask": tgt_mask,
+                "memory_mask": memory_mask,
+                "tgt_key_padding_mask": tgt_key_padding_mask,
+                "memory_key_padding_mask": memory_key_padding_mask,
+                "tgt_is_causal": tgt_is_causal,
+                "memory_is_causal": memory_is_causal,
             }
-            of_memory = {
-                "attn_mask": memory_mask,
-                "key_padding_mask": memory_key_padding_mask,
-                "is_causal": memory_is_causal,
-            }
-            y = sublayers.decode(self, tgt, memory, of_tgt, of_memory)
-        else:
-            y = nn.TransformerDecoderLayer.forward(self, tgt, memory, **options)
-        return y
+            return _decode_layer(self, tgt, memory, options)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.TransformerDecoderLayer)
+    _scripted = as_method(nn.TransformerDecoderLayer.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -166,25 +135,12 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """Run all layers over `src`; see torch's class for shapes and options."""
-        y: Tensor | None
-        if is_recorded(src, mask, src_key_padding_mask):
-            options = {
-                "mask": mask,
-                "src_key_padding_mask": src_key_padding_mask,
-                "is_causal": is_causal,
-            }
-            y = as_leaf(self, src, **options)
-            return y
-        if self.packed:
-            y = packed.encode(self, src, mask, src_key_padding_mask, is_causal)
-            if y is not None:
-                return y
-        y = nn.TransformerEncoder.forward(self, src, mask, src_key_padding_mask, is_causal)
-        return y
+        if is_scripting():
+            return self._scripted(src, mask, src_key_padding_mask, is_causal)
+        else:  # noqa: RET505 (as above)
+            return _encode(self, src, mask, src_key_padding_mask, is_causal)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.TransformerEncoder)
+    _scripted = as_method(nn.TransformerEncoder.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -192,6 +148,87 @@ class TransformerEncoder(nn.TransformerEncoder):
         if self.packed:
             reason += "; with a key padding mask on the rows that are not padding"
         return _explain(next(iter(self.parameters()), None), reason)
+
+
+def _encode_layer(
+    layer: TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None,
+    src_key_padding_mask: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    y: Tensor
+    if is_recorded(src, src_mask, src_key_padding_mask):
+        options = {
+            "src_mask": src_mask,
+            "src_key_padding_mask": src_key_padding_mask,
+            "is_causal": is_causal,
+        }
+        y = as_leaf(layer, src, **options)
+    elif not _calls_parts(layer, src, src_mask, src_key_padding_mask):
+        y = nn.TransformerEncoderLayer.forward(
+            layer, src, src_mask, src_key_padding_mask, is_causal
+        )
+    elif not sublayers.has_torchs_blocks(layer, nn.TransformerEncoderLayer):
+        y = _encode_by_blocks(layer, src, src_mask, src_key_padding_mask, is_causal)
+    else:
+        x = layer.norm1(src) if layer.norm_first else src
+        branch = layer.self_attn(
+            x,
+            x,
+            x,
+            attn_mask=src_mask,
+            key_padding_mask=src_key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+        )[0]
+        y = sublayers.finish_encoder_layer(layer, src, branch)
+    return y
+
+
+def _decode_layer(
+    layer: TransformerDecoderLayer, tgt: Tensor, memory: Tensor, options: dict[str, Any]
+) -> Tensor:
+    y: Tensor
+    if is_recorded(tgt, memory, *options.values()):
+        y = as_leaf(layer, tgt, memory, **options)
+    elif sublayers.has_torchs_blocks(layer, nn.TransformerDecoderLayer):
+        of_tgt, of_memory = (
+            {
+                "attn_mask": options[f"{name}_mask"],
+                "key_padding_mask": options[f"{name}_key_padding_mask"],
+                "is_causal": options[f"{name}_is_causal"],
+            }
+            for name in ("tgt", "memory")
+        )
+        y = sublayers.decode(layer, tgt, memory, of_tgt, of_memory)
+    else:
+        y = nn.TransformerDecoderLayer.forward(layer, tgt, memory, **options)
+    return y
+
+
+def _encode(
+    encoder: TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None,
+    src_key_padding_mask: Tensor | None,
+    is_causal: bool | None,
+) -> Tensor:
+    y: Tensor | None
+    if is_recorded(src, mask, src_key_padding_mask):
+        options = {
+            "mask": mask,
+            "src_key_padding_mask": src_key_padding_mask,
+            "is_causal": is_causal,
+        }
+        y = as_leaf(encoder, src, **options)
+        return y
+    if encoder.packed:
+        y = packed.encode(encoder, src, mask, src_key_padding_mask, is_causal)
+        if y is not None:
+            return y
+    y = nn.TransformerEncoder.forward(encoder, src, mask, src_key_padding_mask, is_causal)
+    return y
 
 
 def _encode_by_blocks(
