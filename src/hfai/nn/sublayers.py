@@ -92,7 +92,7 @@ def contract_and_normalise(
 ) -> Tensor:
     """Return norm(residual + dropout(linear(inner))), the linear map's bias left to the kernel."""
     bias = None
-    if residual_norm.is_large(residual) and _may_be_fused(dropout, norm):
+    if _may_be_fused(dropout, norm) and residual_norm.is_large(residual):
         branch, bias = _without_bias(linear, inner)
         made = _fused(branch, bias, residual, dropout, norm)
         if made is not None and made.y is not None:
@@ -163,7 +163,7 @@ def _fused(
 
     Where autocast is not what makes the branch narrow, `half` is nothing else than `y`.
     """
-    if not residual_norm.is_large(residual) or not _may_be_fused(dropout, norm):
+    if not _may_be_fused(dropout, norm) or not residual_norm.is_large(residual):
         return None
     if norm.normalized_shape[0] != branch.shape[-1]:
         return None  # which torch refuses
