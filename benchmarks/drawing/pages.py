@@ -5,6 +5,7 @@
     <!-- figures:layer_norm:grid -->    the grid: what it found, and its plots
     <!-- figures:allreduce_cpu -->      all-reduces; _cuda, _cuda_shared, _nodes likewise
     <!-- figures:images:ways -->        several ways of one thing (benchmarks/harness/ways.py)
+    <!-- figures:layers:cases -->       the same where cases are many: a row for each
     <!-- /figures -->                   closes each of them
 
 What stands between a marker and its end is replaced; the rest of the page is left as it is.
@@ -17,12 +18,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.drawing import allreduce, allreduce_more, plots, sweeps, tables, ways
+from benchmarks.drawing import allreduce, allreduce_more, cases, plots, sweeps, tables, ways
 from benchmarks.drawing.results import Result
 
 OPEN = re.compile(r"<!--\s*figures:([\w:.-]+)\s*-->")
 CLOSE = re.compile(r"<!--\s*/figures\s*-->")
-KINDS = ("kernel", "calls", "grid", "ways")
+KINDS = ("kernel", "calls", "grid", "ways", "cases")
 
 
 def pages(root: Path) -> list[Path]:
@@ -74,7 +75,9 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
         raise ValueError(f"there are no figures {kind!r}: the kinds are {', '.join(KINDS)}")
     wanted = f"{operator}_grid" if kind == "grid" else operator
     chosen = [result for result in results if result.name == wanted]
-    if kind == "ways":
+    if kind == "cases" and chosen:
+        return "\n\n".join(cases.table(result) for result in chosen)
+    if kind in ("ways", "cases"):
         return _ways(operator, page, root, chosen)
     if not chosen:
         grid = " --grid" if kind == "grid" else ""

@@ -1,7 +1,9 @@
-"""Plots of the recurrent layers' grid: time over hidden size, and over batch.
+"""Plots of grids with a size that varies and one that stays: recurrent layers and attention.
 
-One picture for each type and each of the two, a panel for each pass and value of the other. As in
-`plots`, a picture carries a digest of its data by which it is known to be up to date.
+Recurrent layers over hidden size and over batch, one picture for each type and each of the two, a
+panel for each pass and value of the other; attention over length, one picture for each type and
+kind of mask, a panel for each pass and head dimension. As in `plots`, a picture carries a digest of
+its data by which it is known to be up to date.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from benchmarks.drawing.plots import DIGEST_KEY, PASSES, STYLES
 from benchmarks.drawing.results import TITLES, Result, median_ms
 
 # What varies -> what stays, and how the axis is labelled.
-SWEEPS = {"hidden": ("batch", "hidden units"), "batch": ("hidden", "sequences in the batch")}
+SWEEPS = {
+    "hidden": ("batch", "hidden units"),
+    "batch": ("hidden", "sequences in the batch"),
+    "length": ("head dimension", "rows of a sequence"),
+}
+RECURRENT, ATTENTION = ("hidden", "batch"), ("length",)
+MASKS = ("", "-causal", "-padded")  # by the number of the kind
 LEAST_POINTS = 3  # of a panel
 
 # panel -> curve -> [(what varies, milliseconds)]; a panel is the pass, what varies, and the other.
@@ -25,24 +33,35 @@ Curves = dict[Panel, dict[str, list[tuple[int, float]]]]
 
 
 def has_sweeps(result: Result) -> bool:
-    """Return whether a grid is one of hidden sizes and batches."""
-    return any("hidden" in case["sizes"] for case in result.measured)
+    """Return whether a grid is one of those that are drawn here."""
+    return any("hidden" in case["sizes"] or "heads" in case["sizes"] for case in result.measured)
+
+
+def _sizes(case: Mapping[str, Any]) -> dict[str, int]:
+    """Return a case's sizes by the names of `SWEEPS`."""
+    sizes = dict(case["sizes"])
+    if "heads" in sizes:
+        sizes["head dimension"] = sizes["features"] // sizes["heads"]
+    return sizes
 
 
 def plots_of(result: Result) -> dict[str, Curves]:
     """Return the curves of each picture of a grid, by the picture's file name."""
     found: dict[str, Curves] = {}
-    for along, (fixed, _) in SWEEPS.items():
-        for case in result.measured:
-            name = f"{result.name}-{result.machine['slug']}-{along}-{case['dtype']}.png"
+    for case in result.measured:
+        sizes = _sizes(case)
+        mask = MASKS[sizes.get("kind", 0)]
+        for along in ATTENTION if "heads" in sizes else RECURRENT:
+            fixed, _ = SWEEPS[along]
+            name = f"{result.name}-{result.machine['slug']}-{along}-{case['dtype']}{mask}.png"
             for what in PASSES:
-                panel = (what, along, case["sizes"][fixed])
+                panel = (what, along, sizes[fixed])
                 curves = found.setdefault(name, {}).setdefault(panel, {})
                 for implementation in result.implementations:
                     time = median_ms(case, implementation, "kernel", what)
                     if time is not None:
                         points = curves.setdefault(implementation, [])
-                        points.append((case["sizes"][along], time))
+                        points.append((sizes[along], time))
     return {name: long for name, curves in found.items() if (long := _long_panels(curves))}
 
 

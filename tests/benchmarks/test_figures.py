@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from benchmarks.drawing import pages, plots, results, sweeps, tables
 from benchmarks.figures import update
+from benchmarks.harness import ways
 
 from tests.benchmarks.conftest import ROOT
 
@@ -194,3 +195,57 @@ def test_this_repositorys_pages_are_found() -> None:
     found = pages.pages(ROOT)
     assert found[0] == ROOT / "README.md"
     assert ROOT / "docs" / "benchmarks.md" in found
+
+
+def test_many_cases_are_a_row_each_and_share_a_table_where_they_compare_the_same(
+    tmp_path: Path,
+) -> None:
+    def case(name: str, *others: str) -> dict[str, Any]:
+        return ways.as_case(
+            name,
+            "ms",
+            {"torch": [2.0, 2.0, 2.0], **{way: [1.0, 1.5, 1.2] for way in others}},
+            "torch",
+            say=lambda line: None,
+        )
+
+    document = ways.document("layers.py", "Layers", [], (), {})
+    document["cases"] = [case("a", "hfai"), case("b", "hfai", "apart"), case("c", "hfai")]
+    document["complete"] = True
+    folder = tmp_path / "benchmarks" / "results" / "machine"
+    folder.mkdir(parents=True)
+    (folder / "layers.json").write_text(json.dumps(document))
+    page = tmp_path / "README.md"
+    page.write_text("<!-- figures:layers:cases --><!-- /figures -->\n")
+    update(tmp_path, tmp_path / "benchmarks" / "results", write=True)
+    text = page.read_text()
+    assert "| case | torch, ms | hfai, to torch |\n|---|--:|--:|\n| a | 2 | 0.6 (0.5 to" in text
+    assert "| case | torch, ms | hfai, to torch | apart, to torch |" in text
+    assert text.count("| case |") == 2
+
+
+def test_a_grid_of_attention_is_drawn_over_length(tmp_path: Path) -> None:
+    sizes = {"batch": 4, "features": 512, "heads": 8, "need_weights": 0, "ieee": 0}
+    times = {what: {"median_ms": 0.5} for what in ("forward", "backward")}
+    row = {"name": "torch", "status": "ok", "kernel": times}
+    cases = [
+        {
+            "name": f"{length}, {kind}",
+            "dtype": "bf16",
+            "skipped": "",
+            "sizes": sizes | {"length": length, "kind": kind},
+            "implementations": [row],
+        }
+        for length in (64, 128, 256)
+        for kind in (0, 1)
+    ]
+    data = {"cases": cases, "machine": {"slug": "machine", "name": "Made-Up 1"}}
+    result = results.Result("mha_grid", data)
+    assert sweeps.has_sweeps(result)
+    drawn = sweeps.plots_of(result)
+    assert list(drawn) == [
+        "mha_grid-machine-length-bf16.png",
+        "mha_grid-machine-length-bf16-causal.png",
+    ]
+    (curves,) = {json.dumps(c["torch"]) for c in drawn["mha_grid-machine-length-bf16.png"].values()}
+    assert [point[0] for point in json.loads(curves)] == [64, 128, 256]

@@ -29,7 +29,7 @@ def test_both_ways_start_from_the_same_weights_and_are_of_their_class(
     for one, other in zip(torchs.model.parameters(), ours.model.parameters(), strict=True):
         assert torch.equal(one, other)
         assert one is not other
-    kinds = [type(t.model.layers[0].attention).__module__ for t in (torchs, ours)]
+    kinds = [type(t.model.layers[0].self_attn).__module__ for t in (torchs, ours)]
     assert kinds == ["torch.nn.modules.activation", "hfai.nn.attention"]
 
 

@@ -93,28 +93,21 @@ def test_gradients_are_those_of_a_head_over_all_positions(
         torch.testing.assert_close(ours[name], parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_same_numbers_as_torchs_own_post_norm_layer(device: torch.device) -> None:
-    model = small_bert().to(device)
-    ours = model.layers[0]
-    theirs = nn.TransformerEncoderLayer(
-        32, 4, 64, dropout=0.0, activation="gelu", batch_first=True, layer_norm_eps=1e-12
-    ).to(device)
+def test_a_layer_is_the_published_one(device: torch.device) -> None:
+    layer = small_bert(dropout=0.25).to(device).layers[0]
     with torch.no_grad():  # weights that are not at their simple initial values
-        for parameter in ours.parameters():
+        for parameter in layer.parameters():
             parameter.normal_(std=0.3)
-    names = {
-        "attention": "self_attn",
-        "attention_norm": "norm1",
-        "expand": "linear1",
-        "contract": "linear2",
-        "feed_forward_norm": "norm2",
-    }
-    for mine, other in names.items():
-        getattr(theirs, other).load_state_dict(getattr(ours, mine).state_dict())
+    probabilities = [layer.dropout1.p, layer.dropout2.p, layer.self_attn.dropout, layer.dropout.p]
+    assert probabilities == [0.25, 0.25, 0.25, 0.0]  # none between the two linear maps
+    layer.eval()
     x = torch.randn(3, LENGTH, 32, device=device)
     padding = torch.arange(LENGTH, device=device) >= torch.tensor([[16], [9], [1]], device=device)
-    expected = theirs(x, src_key_padding_mask=padding)
-    torch.testing.assert_close(ours(x, padding), expected, rtol=1e-4, atol=1e-5)
+    attended, _ = layer.self_attn(x, x, x, key_padding_mask=padding, need_weights=False)
+    inner = layer.norm1(x + attended)
+    expected = layer.norm2(inner + layer.linear2(F.gelu(layer.linear1(inner))))
+    made = layer(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])

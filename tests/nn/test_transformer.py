@@ -23,6 +23,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send CPU tensors the way of CUDA ones, and small inputs the way of large ones."""
     monkeypatch.setattr(call, "also_on_cpu", True)
     monkeypatch.setattr(dispatch, "LEAST_WORK_IN_INFERENCE", 0)
+    monkeypatch.setattr(dispatch, "LEAST_WORK_WITHOUT_WEIGHTS", 0)
     monkeypatch.setattr(dispatch, "INSTEAD_OF_ONE_OPERATOR", True)
     monkeypatch.setattr(transformer, "LEAST_WORK_IN_EVALUATION", 0)
 

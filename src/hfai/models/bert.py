@@ -1,4 +1,4 @@
-"""BERT for masked language modelling, built from torch's own layers.
+"""BERT for masked language modelling, built from torch's own transformer layers.
 
 The architecture is that of Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers
 for Language Understanding" (2018, arXiv:1810.04805): token and position embeddings, post-norm
@@ -72,30 +72,19 @@ class MLMOutput(NamedTuple):
     logits: Tensor
 
 
-class BertLayer(nn.Module):
-    """One post-norm transformer layer: [B, L, H] to [B, L, H]."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        hidden, epsilon = config.hidden_size, config.layer_norm_epsilon
-        self.attention = nn.MultiheadAttention(
-            hidden, config.heads, dropout=config.dropout, batch_first=True
-        )
-        self.attention_norm = nn.LayerNorm(hidden, eps=epsilon)
-        self.expand = nn.Linear(hidden, config.feed_forward_size)
-        self.activation = nn.GELU()
-        self.contract = nn.Linear(config.feed_forward_size, hidden)
-        self.feed_forward_norm = nn.LayerNorm(hidden, eps=epsilon)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        """Attend and feed forward; `padding` is a bool [B, L], True where a token is no key."""
-        # The averaged weights are of no use here, and asking for them costs torch its fused kernel.
-        attended, _ = self.attention(x, x, x, key_padding_mask=padding, need_weights=False)
-        x = self.attention_norm(x + self.dropout(attended))
-        contracted = self.contract(self.activation(self.expand(x)))
-        output: Tensor = self.feed_forward_norm(x + self.dropout(contracted))
-        return output
+def bert_layer(config: BertConfig) -> nn.TransformerEncoderLayer:
+    """Make one post-norm transformer layer, [B, L, H] to [B, L, H]: torch's own."""
+    layer = nn.TransformerEncoderLayer(
+        config.hidden_size,
+        config.heads,
+        config.feed_forward_size,
+        config.dropout,
+        activation=nn.GELU(),
+        layer_norm_eps=config.layer_norm_epsilon,
+        batch_first=True,
+    )
+    layer.dropout.p = 0.0  # BERT has none between its two linear maps
+    return layer
 
 
 class BertMLM(nn.Module):
@@ -109,7 +98,7 @@ class BertMLM(nn.Module):
         self.position_embedding = nn.Embedding(config.max_length, hidden)
         self.embedding_norm = nn.LayerNorm(hidden, eps=epsilon)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(bert_layer(config) for _ in range(config.layers))
         self.head = nn.Linear(hidden, hidden)
         self.head_activation = nn.GELU()
         self.head_norm = nn.LayerNorm(hidden, eps=epsilon)
@@ -150,7 +139,7 @@ class BertMLM(nn.Module):
         x = self.dropout(self.embedding_norm(x))
         padding = None if attention_mask is None else attention_mask == 0
         for layer in self.layers:
-            x = layer(x, padding)
+            x = layer(x, src_key_padding_mask=padding)
         if labels is None:
             return MLMOutput(None, self._logits(x))
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from hfai.kernels.mha import call, dispatch, traced
 from hfai.kernels.mha.call import Options
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch
+from hfai.nn.stand_in import as_leaf, as_method, is_recorded
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -38,23 +39,27 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from `query` to `key` and `value`; see torch's class for shapes and options."""
-        options = Options(
-            key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
-        if torch.compiler.is_compiling():
-            outputs = traced.attend(self, query, key, value, options)
-        elif isinstance(query, torch.fx.Proxy):
-            return as_leaf(self, query, key, value, **options._asdict())
-        else:
-            outputs = call.attend(self, query, key, value, options)
-        if outputs is not None:
-            return outputs
-        # torch's class by name: a forward that was kept aside may outlive the conversion back.
-        return nn.MultiheadAttention.forward(self, query, key, value, *options)
+        if is_scripting():
+            return self._scripted(
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
+        else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
+            return _attend(
+                self,
+                query,
+                key,
+                value,
+                Options(key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal),
+            )
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.MultiheadAttention)
+    _scripted = as_method(nn.MultiheadAttention.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -67,15 +72,33 @@ class MultiheadAttention(nn.MultiheadAttention):
             reason = dispatch.why_not_precision(self.out_proj.weight.dtype)
         if reason is not None:
             return Path("torch", reason)
-        longer = f"more than {dispatch.LONGEST} queries or keys, longer than what was measured"
         if self.training and self.dropout:
             return Path(
                 "hfai",
                 "fused attention on the input product; as long as dropout is on, torch's with "
-                f"need_weights=True, the default, and with masks at {longer}",
+                "need_weights=True, the default",
             )
         return Path(
             "hfai",
-            "fused attention on the input product, averaged weights on the side; torch's for "
-            f"{longer}, and mostly for calls without gradients",
+            "fused attention on the input product, averaged weights on the side; torch's mostly "
+            "for calls without gradients",
         )
+
+
+def _attend(
+    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Run a call of the module, here or by torch's own forward."""
+    outputs: tuple[Tensor, Tensor | None] | None
+    if torch.compiler.is_compiling():
+        outputs = traced.attend(module, query, key, value, options)
+    elif call.is_small_inference(module, query, key, value, options.need_weights):
+        outputs = None  # first, for it is the host that is slow
+    elif is_recorded(query, key, value, options.key_padding_mask, options.attn_mask):
+        outputs = as_leaf(module, query, key, value, **options._asdict())
+    else:
+        outputs = call.attend(module, query, key, value, options)
+    if outputs is not None:
+        return outputs
+    # torch's class by name: a forward that was kept aside may outlive the conversion back.
+    return nn.MultiheadAttention.forward(module, query, key, value, *options)

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from hfai.kernels.attention import Masking
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
-from hfai.kernels.mha import call
+from hfai.kernels.mha import call, dispatch
 from hfai.kernels.mha.projections import Layout
+from hfai.nn import sublayers
 
 
 def encode(
@@ -48,6 +49,12 @@ def encode(
     x = src if batch_first else src.transpose(0, 1)
     if padding.shape != x.shape[:2] or padding.device != x.device:
         return None  # which torch refuses
+    dtype, length = call.product_type(x), x.shape[1]
+    if dispatch.why_torchs(length, length, dtype, by_torchs_node=False) is not None:
+        return None
+    head = encoder.layers[0].self_attn.head_dim
+    if x.is_cuda and dispatch.why_not_head(head, dtype) is not None:
+        return None
     rows = padding.logical_not().flatten().nonzero().squeeze(1)
     masking = Masking(key_padding_mask=padding)
     x = x.flatten(0, 1).index_select(0, rows)
@@ -69,6 +76,7 @@ def _is_plain(layer: nn.Module) -> bool:
         plain
         and type(attention).forward.__module__ in _FORWARDS
         and "forward" not in attention.__dict__
+        and sublayers.has_torchs_blocks(layer, nn.TransformerEncoderLayer)
         and attention._qkv_same_embed_dim
         and call.why_not_covered(attention) is None
         and not any(m._forward_hooks or m._forward_pre_hooks for m in (layer, attention))
@@ -88,13 +96,8 @@ def _run_layer(
     layer: nn.TransformerEncoderLayer, x: Tensor, rows: Tensor, masking: Masking
 ) -> Tensor:
     """Run one layer over [T, E]."""
-    if layer.norm_first:
-        x = x + _attend(layer, layer.norm1(x), rows, masking)
-        y: Tensor = x + layer._ff_block(layer.norm2(x))
-    else:
-        x = layer.norm1(x + _attend(layer, x, rows, masking))
-        y = layer.norm2(x + layer._ff_block(x))
-    return y
+    attended = _attend(layer, layer.norm1(x) if layer.norm_first else x, rows, masking)
+    return sublayers.finish_encoder_layer(layer, x, attended)
 
 
 def _attend(layer: nn.TransformerEncoderLayer, x: Tensor, rows: Tensor, masking: Masking) -> Tensor:
@@ -108,8 +111,7 @@ def _attend(layer: nn.TransformerEncoderLayer, x: Tensor, rows: Tensor, masking:
         [whole], Layout(module.num_heads, True), masking, need_weights=False, dropout=dropout
     )
     made = made.flatten(0, 1).index_select(0, rows)
-    y: Tensor = layer.dropout1(F.linear(made, module.out_proj.weight, module.out_proj.bias))
-    return y
+    return F.linear(made, module.out_proj.weight, module.out_proj.bias)
 
 
 def _put_back(x: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:

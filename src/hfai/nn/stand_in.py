@@ -6,11 +6,15 @@ one node each, by the module they live in. A class of ours is neither, so its la
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def as_torch(module: nn.Module, torch_class: type[ModuleT]) -> ModuleT:
@@ -20,16 +24,39 @@ def as_torch(module: nn.Module, torch_class: type[ModuleT]) -> ModuleT:
     return plain
 
 
+def as_method(forward: MethodT, name: str) -> MethodT:
+    """Return torch's `forward` under another name, as a method that TorchScript can compile.
+
+    TorchScript compiles a layer's forward and the methods that it calls; a class of ours that calls
+    this one under `is_scripting` needs no stand-in, and the model that is scripted stays as it is
+    (what `__prepare_scriptable__` returns is put into the model itself).
+    """
+    assert isinstance(forward, FunctionType)
+    copied = FunctionType(
+        forward.__code__, forward.__globals__, name, forward.__defaults__, forward.__closure__
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    copied.__annotations__ = forward.__annotations__
+    copied.__module__ = forward.__module__
+    return cast(MethodT, copied)
+
+
+def is_recorded(*values: Any) -> bool:
+    """Return whether torch.fx passes its own object for one of a call's arguments."""
+    return any(isinstance(value, torch.fx.Proxy) for value in values)
+
+
 def as_leaf(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     """Record the layer as one node of torch.fx's graph, as it does with torch's own layers.
 
     Args:
         module: the layer.
-        *arguments: of the call, a proxy first; a None at their end is left out.
-        **keywords: of the call.
+        *arguments: of the call; a None at their end is left out.
+        **keywords: of the call. One of all these is a proxy (`is_recorded`).
     """
     if arguments[-1] is None:
         arguments = arguments[:-1]
-    tracer = arguments[0].tracer
+    given = (*arguments, *keywords.values())
+    tracer: Any = next(value.tracer for value in given if isinstance(value, torch.fx.Proxy))
     path = tracer.path_of_module(module)
     return tracer.create_proxy("call_module", path, arguments, keywords)

@@ -10,28 +10,30 @@ calls its parts: its class is here so that a layer built from it has ours inside
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
-from hfai.kernels.mha import call
-from hfai.nn import packed
+from hfai.kernels.mha import call, dispatch
+from hfai.nn import packed, sublayers
 from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch
+from hfai.nn.stand_in import as_leaf, as_method, is_recorded
 
 _PARTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.MultiheadAttention: MultiheadAttention,
     nn.LayerNorm: LayerNorm,
 }
 
-# Multiply-adds of a product of E by E from which the parts are called in evaluation. No size has
-# been measured at which they win; small ones lose, since the host takes longer over them.
-LEAST_WORK_IN_EVALUATION = math.inf
+# Multiply-adds of a product of E by E from which the parts are called in evaluation, in half
+# precision and with sequences as short as our own attention takes: 5000 of 64 rows of 512, where
+# they took 0.90 of torch's time. With 32 of 512 rows of 1024 it was 0.98, and small layers lose,
+# since the host takes longer over the parts (benchmarks/layers.py).
+LEAST_WORK_IN_EVALUATION = 5000 * 64 * 512**2
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -50,31 +52,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """Run the layer over `src`; see torch's class for shapes and options."""
-        y: Tensor
-        if isinstance(src, torch.fx.Proxy):
-            options = {
-                "src_mask": src_mask,
-                "src_key_padding_mask": src_key_padding_mask,
-                "is_causal": is_causal,
-            }
-            y = as_leaf(self, src, **options)
-        elif not _calls_parts(self, src, src_mask, src_key_padding_mask):
-            y = nn.TransformerEncoderLayer.forward(
-                self, src, src_mask, src_key_padding_mask, is_causal
-            )
-        elif self.norm_first:
-            x = self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
-            x = src + x
-            y = x + self._ff_block(self.norm2(x))
-        else:
-            x = self._sa_block(src, src_mask, src_key_padding_mask, is_causal)
-            x = self.norm1(src + x)
-            y = self.norm2(x + self._ff_block(x))
-        return y
+        if is_scripting():
+            return self._scripted(src, src_mask, src_key_padding_mask, is_causal)
+        else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
+            return _encode_layer(self, src, src_mask, src_key_padding_mask, is_causal)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.TransformerEncoderLayer)
+    _scripted = as_method(nn.TransformerEncoderLayer.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -104,24 +87,29 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Run the layer over `tgt`; see torch's class for shapes and options."""
-        options: dict[str, Any] = {
-            "tgt_mask": tgt_mask,
-            "memory_mask": memory_mask,
-            "tgt_key_padding_mask": tgt_key_padding_mask,
-            "memory_key_padding_mask": memory_key_padding_mask,
-            "tgt_is_causal": tgt_is_causal,
-            "memory_is_causal": memory_is_causal,
-        }
-        y: Tensor
-        if isinstance(tgt, torch.fx.Proxy):
-            y = as_leaf(self, tgt, memory, **options)
-        else:
-            y = nn.TransformerDecoderLayer.forward(self, tgt, memory, **options)
-        return y
+        if is_scripting():
+            return self._scripted(
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
+        else:  # noqa: RET505 (as above)
+            options = {
+                "tgt_mask": tgt_mask,
+                "memory_mask": memory_mask,
+                "tgt_key_padding_mask": tgt_key_padding_mask,
+                "memory_key_padding_mask": memory_key_padding_mask,
+                "tgt_is_causal": tgt_is_causal,
+                "memory_is_causal": memory_is_causal,
+            }
+            return _decode_layer(self, tgt, memory, options)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.TransformerDecoderLayer)
+    _scripted = as_method(nn.TransformerDecoderLayer.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -147,32 +135,117 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """Run all layers over `src`; see torch's class for shapes and options."""
-        y: Tensor | None
-        if isinstance(src, torch.fx.Proxy):
-            options = {
-                "mask": mask,
-                "src_key_padding_mask": src_key_padding_mask,
-                "is_causal": is_causal,
-            }
-            y = as_leaf(self, src, **options)
-            return y
-        if self.packed:
-            y = packed.encode(self, src, mask, src_key_padding_mask, is_causal)
-            if y is not None:
-                return y
-        y = nn.TransformerEncoder.forward(self, src, mask, src_key_padding_mask, is_causal)
-        return y
+        if is_scripting():
+            return self._scripted(src, mask, src_key_padding_mask, is_causal)
+        else:  # noqa: RET505 (as above)
+            return _encode(self, src, mask, src_key_padding_mask, is_causal)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.TransformerEncoder)
+    _scripted = as_method(nn.TransformerEncoder.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
         reason = "its layers are called"
         if self.packed:
             reason += "; with a key padding mask on the rows that are not padding"
-        return _explain(next(iter(self.parameters())), reason)
+        return _explain(next(iter(self.parameters()), None), reason)
+
+
+def _encode_layer(
+    layer: TransformerEncoderLayer,
+    src: Tensor,
+    src_mask: Tensor | None,
+    src_key_padding_mask: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    y: Tensor
+    if is_recorded(src, src_mask, src_key_padding_mask):
+        options = {
+            "src_mask": src_mask,
+            "src_key_padding_mask": src_key_padding_mask,
+            "is_causal": is_causal,
+        }
+        y = as_leaf(layer, src, **options)
+    elif not _calls_parts(layer, src, src_mask, src_key_padding_mask):
+        y = nn.TransformerEncoderLayer.forward(
+            layer, src, src_mask, src_key_padding_mask, is_causal
+        )
+    elif not sublayers.has_torchs_blocks(layer, nn.TransformerEncoderLayer):
+        y = _encode_by_blocks(layer, src, src_mask, src_key_padding_mask, is_causal)
+    else:
+        x = layer.norm1(src) if layer.norm_first else src
+        branch = layer.self_attn(
+            x,
+            x,
+            x,
+            attn_mask=src_mask,
+            key_padding_mask=src_key_padding_mask,
+            need_weights=False,
+            is_causal=is_causal,
+        )[0]
+        y = sublayers.finish_encoder_layer(layer, src, branch)
+    return y
+
+
+def _decode_layer(
+    layer: TransformerDecoderLayer, tgt: Tensor, memory: Tensor, options: dict[str, Any]
+) -> Tensor:
+    y: Tensor
+    if is_recorded(tgt, memory, *options.values()):
+        y = as_leaf(layer, tgt, memory, **options)
+    elif sublayers.has_torchs_blocks(layer, nn.TransformerDecoderLayer):
+        of_tgt, of_memory = (
+            {
+                "attn_mask": options[f"{name}_mask"],
+                "key_padding_mask": options[f"{name}_key_padding_mask"],
+                "is_causal": options[f"{name}_is_causal"],
+            }
+            for name in ("tgt", "memory")
+        )
+        y = sublayers.decode(layer, tgt, memory, of_tgt, of_memory)
+    else:
+        y = nn.TransformerDecoderLayer.forward(layer, tgt, memory, **options)
+    return y
+
+
+def _encode(
+    encoder: TransformerEncoder,
+    src: Tensor,
+    mask: Tensor | None,
+    src_key_padding_mask: Tensor | None,
+    is_causal: bool | None,
+) -> Tensor:
+    y: Tensor | None
+    if is_recorded(src, mask, src_key_padding_mask):
+        options = {
+            "mask": mask,
+            "src_key_padding_mask": src_key_padding_mask,
+            "is_causal": is_causal,
+        }
+        y = as_leaf(encoder, src, **options)
+        return y
+    if encoder.packed:
+        y = packed.encode(encoder, src, mask, src_key_padding_mask, is_causal)
+        if y is not None:
+            return y
+    y = nn.TransformerEncoder.forward(encoder, src, mask, src_key_padding_mask, is_causal)
+    return y
+
+
+def _encode_by_blocks(
+    layer: nn.TransformerEncoderLayer,
+    src: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    is_causal: bool,
+) -> Tensor:
+    """Run torch's forward of the encoder layer without its single operator."""
+    if layer.norm_first:
+        x = src + layer._sa_block(layer.norm1(src), mask, padding, is_causal)
+        y: Tensor = x + layer._ff_block(layer.norm2(x))
+    else:
+        x = layer.norm1(src + layer._sa_block(src, mask, padding, is_causal))
+        y = layer.norm2(x + layer._ff_block(x))
+    return y
 
 
 def _swap_parts(layer: nn.Module) -> None:
@@ -201,13 +274,23 @@ def _calls_parts(
     if type(src) not in PLAIN_TYPES or src.is_nested or why_watched() is not None:
         return False
     # In training torch's forward calls the parts as well.
-    return layer.training or src.numel() * src.shape[-1] >= LEAST_WORK_IN_EVALUATION
+    if layer.training or not LEAST_WORK_IN_EVALUATION:
+        return True
+    rows = src.shape[1 if layer.self_attn.batch_first else 0]
+    return (
+        src.dim() == 3
+        and rows <= dispatch.MOST_ROWS_FORWARD
+        and call.product_type(src) is not torch.float32
+        and src.numel() * src.shape[-1] >= LEAST_WORK_IN_EVALUATION
+    )
 
 
-def _explain(part: nn.Module | Tensor, reason: str) -> Path:
+def _explain(part: nn.Module | Tensor | None, reason: str) -> Path:
     if not torch.cuda.is_available():
         return Path("torch", "no CUDA device: what is faster in it is for CUDA")
-    weight = part if isinstance(part, Tensor) else next(part.parameters())
+    weight = next(part.parameters(), None) if isinstance(part, nn.Module) else part
+    if weight is None:
+        return Path("torch", "it has no parameters of its own to go by (quantized, or replaced)")
     if not weight.is_cuda:
         return Path("torch", f"the parameters are on {weight.device.type}, not on CUDA")
     if weight.dtype not in call.DTYPES:

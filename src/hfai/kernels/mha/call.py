@@ -45,7 +45,9 @@ def attend(
         return None
     if type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
         return None
-    if _is_small_inference(module, query, key, value):  # first, for it is the host that is slow
+    if query.is_nested or key.is_nested or value.is_nested:  # they have no shape to ask for
+        return None
+    if is_small_inference(module, query, key, value, options.need_weights):
         return None
     if query.is_cuda and query.get_device() != current_device():
         with torch.cuda.device(query.get_device()):
@@ -110,8 +112,14 @@ def _batched(
 ) -> tuple[Tensor, Tensor | None] | None:
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         return None
-    swapped = q is k and k is v and not q.is_contiguous() and q.transpose(0, 1).is_contiguous()
-    if swapped:  # rows that lie the other way round are worked on as they lie
+    swapped = (
+        batch_first
+        and q is k
+        and k is v
+        and not q.is_contiguous()
+        and q.transpose(0, 1).is_contiguous()
+    )
+    if swapped:  # rows that lie the other way round are worked on as they lie, as in torch
         q = k = v = q.transpose(0, 1)
         batch_first = not batch_first
     batch, queries = q.shape[:2] if batch_first else (q.shape[1], q.shape[0])
@@ -129,17 +137,25 @@ def _batched(
             return None  # which torch refuses
         # torch takes the hint at its word where it can do without the mask, else the mask.
         causal = key_padding_mask is None and not options.need_weights
+        if masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
+            return None
         attn_mask = None if causal else attn_mask
     masked = key_padding_mask is not None or attn_mask is not None
     by_torchs_node = bool(dropout) and not masked
-    if dispatch.why_torchs(queries, keys, _product_type(q), by_torchs_node=by_torchs_node):
+    dtype = product_type(q)
+    if dispatch.why_torchs(queries, keys, dtype, by_torchs_node=by_torchs_node):
+        return None
+    if dispatch.why_not_head(module.head_dim, dtype) is not None:  # under autocast
         return None
     if masked and masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
         return None
     inference = not module.training and _is_torchs_inference(
         module, q, k, v, key_padding_mask, attn_mask, module.batch_first and not as_one
     )
-    if inference and not dispatch.INSTEAD_OF_ONE_OPERATOR:
+    if inference and not (
+        dispatch.INSTEAD_OF_ONE_OPERATOR
+        or dispatch.beats_one_operator(queries, keys, dtype, need_weights=options.need_weights)
+    ):
         return None
     nan_rows = masked and (options.need_weights or inference)
     layout = Layout(module.num_heads, batch_first)
@@ -154,17 +170,22 @@ def _batched(
     return y.transpose(0, 1) if swapped else y, weights
 
 
-def _is_small_inference(
-    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+def is_small_inference(
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, need_weights: bool
 ) -> bool:
     """Return whether no gradient is wanted and the call is too small to be faster here.
 
     Never with dropout in training: a checkpoint's first forward, which asks for no gradients, must
     draw the same as the one that is run again for them.
     """
-    if query.dim() < 2 or (module.training and module.dropout):
+    if type(query) not in PLAIN_TYPES or query.is_nested or query.dim() < 2:
         return False
-    if query.numel() * query.shape[-1] >= dispatch.LEAST_WORK_IN_INFERENCE:
+    if module.training and module.dropout:
+        return False
+    least = (
+        dispatch.LEAST_WORK_IN_INFERENCE if need_weights else dispatch.LEAST_WORK_WITHOUT_WEIGHTS
+    )
+    if query.numel() * query.shape[-1] >= least:
         return False
     if not torch.is_grad_enabled():
         return True
@@ -175,7 +196,7 @@ def _is_small_inference(
     return not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _product_type(q: Tensor) -> torch.dtype:
+def product_type(q: Tensor) -> torch.dtype:
     """Return the type in which products are made; on the CPU, in tests, none that has a switch."""
     if not q.is_cuda:
         return torch.bfloat16
@@ -215,6 +236,8 @@ def attend_products(
     """
     q, k, v = layout.split(products)
     differentiable = torch.is_grad_enabled() and any(p.requires_grad for p in products)
+    if differentiable:
+        masking = masks.kept_apart(masking)
     if (
         not dropout
         and dispatch.is_ours(q, k, masking, differentiable)

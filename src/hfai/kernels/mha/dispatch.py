@@ -25,15 +25,16 @@ _BACKENDS: dict[int, Core] = {1: FLASH, 2: EFFICIENT, 3: CUDNN}
 _THEN_OURS: dict[Core, Core] = {core: ThenOurs(core) for core in (FLASH, EFFICIENT, CUDNN)}
 MOST_HEAD_DIM = 128  # beyond it no kernel of ours reaches, and nothing has been timed
 # Multiply-adds of a product of E by E below which calls without gradients are torch's: those of the
-# smallest case in which ours was timed and faster, 200 sequences of 256 rows of 1024.
-LEAST_WORK_IN_INFERENCE = 200 * 256 * 1024**2
-# Whether calls in evaluation for which torch has one operator for the whole module run here. At
-# 2x16x256 that took 0.54 to 0.74 of our time, for the host does less; nothing larger was measured.
+# smallest cases in which ours was timed and faster (benchmarks/layers.py), 32 sequences of 512 rows
+# of 1024 where weights are wanted, else 200 of 256 rows. On less it is the host that one waits for.
+LEAST_WORK_IN_INFERENCE = 32 * 512 * 1024**2
+LEAST_WORK_WITHOUT_WEIGHTS = 200 * 256 * 1024**2
+# Whether calls in evaluation for which torch has one operator for the whole module run here even
+# where `beats_one_operator` says nothing for it; tests set it.
 INSTEAD_OF_ONE_OPERATOR = False
-# Queries or keys beyond which calls are torch's. Nothing longer has been timed, and on its one run
-# the memory-efficient core had wrong gradients there (see `cores.Efficient.backward`; mended, and
-# not run again on a GPU). All that follows knows no such limit: raise it once that has been run.
-LONGEST = 256
+# Queries or keys beyond which calls are torch's, a guard that nothing reaches in practice: torch's
+# fused operators count positions in 32 bits.
+LONGEST = 1 << 20
 # Whether fp32 without TF32 runs here: measured at 0.92 to 1.04 times torch's speed.
 WITHOUT_TF32 = False
 
@@ -58,6 +59,15 @@ def why_torchs(queries: int, keys: int, dtype: torch.dtype, *, by_torchs_node: b
     if max(queries, keys) > LONGEST and not by_torchs_node:
         return f"{queries} queries, {keys} keys: longer than what was measured, {LONGEST}"
     return why_not_precision(dtype)
+
+
+def beats_one_operator(queries: int, keys: int, dtype: torch.dtype, *, need_weights: bool) -> bool:
+    """Return whether a large call is faster here than as torch's one operator for evaluation.
+
+    In half precision ours took 0.57 (64 rows) and 0.66 (512 rows) of its time with weights; without
+    them 0.80 of it with 64 rows and 1.02 with 512. In fp32 none was measured.
+    """
+    return dtype is not torch.float32 and (need_weights or max(queries, keys) <= MOST_ROWS_FORWARD)
 
 
 def why_not_precision(dtype: torch.dtype) -> str | None:

@@ -7,6 +7,7 @@ boundaries, as torch's memory-efficient kernel asks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -88,7 +89,7 @@ def as_bias(masking: Masking, q: Tensor, k: Tensor) -> Tensor | None:
         mask = mask | masks[1] if mask.dtype is torch.bool else masks[1] + mask
     if mask.dtype is torch.bool:
         bias = _aligned(mask, dtype).masked_fill_(mask, -math.inf)
-    elif mask.dtype is dtype and mask.stride(-1) == 1 and mask.shape[-1] % ALIGNMENT == 0:
+    elif mask.dtype is dtype and _is_aligned(mask):
         bias = mask.detach()
     else:
         bias = _aligned(mask, dtype).copy_(mask)
@@ -96,6 +97,34 @@ def as_bias(masking: Masking, q: Tensor, k: Tensor) -> Tensor | None:
         # Out of place: the bias may be the caller's own mask.
         bias = bias.masked_fill((bias == -math.inf).all(-1, keepdim=True), math.nan)
     return bias
+
+
+def kept_apart(masking: Masking) -> Masking:
+    """Return the masks as backward may keep them: copies, except of a float mask of each head.
+
+    torch makes its own mask out of them, so that the caller may fill a buffer anew, or may have
+    made it under `inference_mode`. The exception is torch's too, and as large as the scores.
+    """
+    attn_mask, padding = masking.attn_mask, masking.key_padding_mask
+    if attn_mask is None and padding is None:
+        return masking
+    if attn_mask is not None and (attn_mask.dim() == 2 or attn_mask.dtype is torch.bool):
+        attn_mask = attn_mask.detach().clone()
+    if padding is not None:
+        padding = padding.detach().clone()
+    return dataclasses.replace(masking, attn_mask=attn_mask, key_padding_mask=padding)
+
+
+def _is_aligned(mask: Tensor) -> bool:
+    """Return whether the mask's rows start on aligned boundaries, as it lies in memory."""
+    *outer, last = mask.stride()
+    rows = [step for step, size in zip(outer, mask.shape[:-1], strict=True) if size > 1]
+    return (
+        last == 1
+        and mask.shape[-1] % ALIGNMENT == 0
+        and all(step % ALIGNMENT == 0 for step in rows)
+        and mask.data_ptr() % 16 == 0
+    )
 
 
 def _aligned(mask: Tensor, dtype: torch.dtype) -> Tensor:

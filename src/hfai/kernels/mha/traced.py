@@ -32,6 +32,8 @@ def attend(
         return None
     if query.shape[-1] != module.embed_dim or key.shape[:2] != value.shape[:2]:
         return None  # which torch refuses
+    if query.shape[not module.batch_first] != key.shape[not module.batch_first]:
+        return None  # likewise
     layout = Layout(module.num_heads, module.batch_first)
     q, k, v = (part.transpose(1, 2) for part in layout.split(project(module, query, key, value)))
     out = F.scaled_dot_product_attention(q, k, v, None, dropout, options.is_causal)

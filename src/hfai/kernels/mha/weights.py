@@ -32,7 +32,8 @@ def averaged(q: Tensor, k: Tensor, kept: Kept, bias: Tensor | None, causal: bool
         bias: broadcast to [B, H, L, S], or None; its rows without any key hold NaN.
         causal: query i sees keys 0..i only.
     """
-    if _kernel_covers(q, k):
+    # torch's unfused attention leaves no row sums.
+    if _kernel_covers(q, k) and kept[0].numel():
         mask = bias if bias is None else bias.expand(-1, -1, q.shape[1], -1)
         masking = Masking(causal=causal, attn_mask=mask)
         return attention_weights(q, k, row_sums(kept, q), masking, True)
