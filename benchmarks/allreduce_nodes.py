@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 import hfreduce
 from benchmarks.harness import links, machine
 from hfreduce.network import Network
-from hfreduce.nodes import LANES
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]
@@ -44,14 +43,12 @@ class OwnAllReduce(Network):
 
     name = "gloo's own"
 
-    def __init__(self, groups: list[Any]) -> None:
-        self._groups = groups
+    def __init__(self, groups: list[Any], teller: Network) -> None:
+        self._groups, self._teller = groups, teller
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather by gloo."""
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._groups[0]))]
-        dist.all_gather(parts, tensor, group=self._groups[0])
-        return parts
+    def tell(self, frame: Tensor, room: int) -> list[Tensor]:
+        """Say what is called as hfreduce's own engine does."""
+        return self._teller.tell(frame, room)
 
     def all_reduce(
         self, tensor: Tensor, op: str, lane: int = 0, *, out: Tensor, divisor: int = 1
@@ -74,9 +71,9 @@ def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: in
     ours = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120)
     theirs = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120, name="own")
     columns = [
-        [dist.new_group(list(range(c, ranks, RANKS))) for _ in range(LANES)] for c in range(RANKS)
+        [dist.new_group(list(range(c, ranks, RANKS))) for _ in range(Network.lanes)] for c in range(RANKS)
     ]
-    theirs._network = OwnAllReduce(columns[rank % RANKS])
+    theirs._network = theirs._pieces._network = OwnAllReduce(columns[rank % RANKS], ours._network)
     ways: dict[str, Way] = {
         "hfreduce": ours.all_reduce,
         "hfreduce, gloo's own between machines": theirs.all_reduce,
