@@ -33,7 +33,6 @@ from hfreduce.network import Network
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]
-RANKS = 2  # a machine
 BASELINE = "gloo"
 Way = Callable[[Tensor], object]
 
@@ -60,20 +59,24 @@ class OwnAllReduce(Network):
         """Leave the group to torch."""
 
 
-def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: int) -> None:
+def measure(
+    rank: int, names: list[str], each: int, work: str, sizes: list[int], rounds: int
+) -> None:
     """Run all cases in one rank; rank 0 writes a line of JSON for each."""
     torch.set_num_threads(1)
-    node, ranks = rank // RANKS, RANKS * len(names)
+    node, ranks = rank // each, each * len(names)
     links.enter(names[node])
     os.environ |= {"GLOO_SOCKET_IFNAME": links.DEVICE, "HFREDUCE_NODE": str(node)}
     shared: Any = dist.FileStore(f"{work}/store", ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=ranks)
     ours = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120)
     theirs = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120, name="own")
+    assert ours._network is not None
     columns = [
-        [dist.new_group(list(range(c, ranks, RANKS))) for _ in range(Network.lanes)] for c in range(RANKS)
+        [dist.new_group(list(range(c, ranks, each))) for _ in range(Network.lanes)]
+        for c in range(each)
     ]
-    theirs._network = theirs._pieces._network = OwnAllReduce(columns[rank % RANKS], ours._network)
+    theirs._pieces._network = OwnAllReduce(columns[rank % each], ours._network)
     ways: dict[str, Way] = {
         "hfreduce": ours.all_reduce,
         "hfreduce, gloo's own between machines": theirs.all_reduce,
@@ -100,7 +103,9 @@ def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: in
                 seconds[order.index(name), turn] = (time.perf_counter() - start) / calls
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         if rank == 0:
-            row = case(len(names), size, calls, dict(zip(order, seconds.tolist(), strict=True)))
+            row = case(
+                len(names), ranks, size, calls, dict(zip(order, seconds.tolist(), strict=True))
+            )
             click.echo(summary(row))
             with Path(work, "cases").open("a") as out:
                 out.write(json.dumps(row) + "\n")
@@ -109,7 +114,9 @@ def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: in
     os._exit(0)  # groups of torch's are not dropped right after a collective
 
 
-def case(nodes: int, size: int, calls: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def case(
+    nodes: int, ranks: int, size: int, calls: int, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
     """Return what a result file says of a case."""
     rows = []
     for name, times in seconds.items():
@@ -123,7 +130,7 @@ def case(nodes: int, size: int, calls: int, seconds: dict[str, list[float]]) -> 
                 "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
             }
         )
-    return {"skipped": False, "nodes": nodes, "ranks": RANKS * nodes, "bytes": size} | {
+    return {"skipped": False, "nodes": nodes, "ranks": ranks, "bytes": size} | {
         "calls": calls,
         "rows": rows,
     }
@@ -132,16 +139,29 @@ def case(nodes: int, size: int, calls: int, seconds: dict[str, list[float]]) -> 
 def summary(row: dict[str, Any]) -> str:
     """Return a line of text on a case."""
     shown = [f"{e['name']} {e['median_ms']:.2f} ms ({e['ratio_median']} x)" for e in row["rows"]]
-    return f"{row['nodes']} machines, {row['bytes'] / MIB:g} MiB: " + " · ".join(shown)
+    return (
+        f"{row['nodes']} machines of {row['ranks'] // row['nodes']}, {row['bytes'] / MIB:g} MiB: "
+        + " · ".join(shown)
+    )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--nodes", "counts", type=click.IntRange(2, 8), multiple=True, default=(2, 4))
+@click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="A machine.")
+@click.option("--delay", default="", help="Of what reaches a machine, for tc (1ms).")
 @click.option("--rate", default="1gbit", show_default=True, help="Of each machine's link, for tc.")
 @click.option("--most", type=float, default=64, show_default=True, help="MiB of the largest.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="The result file, or - for none.")
-def main(counts: tuple[int, ...], rate: str, most: float, rounds: int, out: Path | None) -> None:
+def main(
+    counts: tuple[int, ...],
+    ranks: int,
+    rate: str,
+    delay: str,
+    most: float,
+    rounds: int,
+    out: Path | None,
+) -> None:
     """Measure all-reduces over several machines, made of network namespaces."""
     cpu = torch.device("cpu")
     sizes = [size for size in SIZES if size <= most * MIB]
@@ -153,17 +173,20 @@ def main(counts: tuple[int, ...], rate: str, most: float, rounds: int, out: Path
         "date": machine.now(),
         "command": "python benchmarks/allreduce_nodes.py"
         + "".join(f" --nodes {count}" for count in counts)
-        + f" --rate {rate} --most {most:g} --rounds {rounds}",
+        + f" --ranks {ranks} --rate {rate}"
+        + (f" --delay {delay}" if delay else "")
+        + f" --most {most:g} --rounds {rounds}",
         "rate": rate,
+        "delay": delay,
         "complete": True,
         "load_before": round(os.getloadavg()[0], 1),
         "cases": [],
     }
     for count in counts:
         try:
-            with tempfile.TemporaryDirectory() as work, links.linked(count, rate) as names:
+            with tempfile.TemporaryDirectory() as work, links.linked(count, rate, delay) as names:
                 start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-                start(measure, (names, work, sizes, rounds), nprocs=RANKS * count)
+                start(measure, (names, ranks, work, sizes, rounds), nprocs=ranks * count)
                 lines = Path(work, "cases").read_text().splitlines()
                 result["cases"] += [json.loads(line) for line in lines]
         except links.UnavailableError as error:

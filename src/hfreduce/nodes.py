@@ -30,7 +30,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hfreduce import arguments, dtypes, exchange, segment
-from hfreduce.agreement import Call, Reduction, agree
+from hfreduce.agreement import Agreement, Call, Reduction
 from hfreduce.handle import Handle
 from hfreduce.layout import Layout
 from hfreduce.network import Network, Place, connect
@@ -59,7 +59,8 @@ class HierarchicalReducer:
         timeout: Seconds, or a timedelta, that a rank may be late for a step of a collective;
             between nodes four fifths of it.
         name: Of the group, where several use one store.
-        network: "gloo", or "mpi" where the ranks were started by it.
+        network: "gloo"; "mpi" where the ranks were started by it; "nccl" where each rank has a GPU
+            of its own, which is the current one.
         threads: As for `Reducer`.
         piece_bytes: What is on the network at a time.
         label: How messages call this rank; None: "rank" and its number.
@@ -144,6 +145,8 @@ class HierarchicalReducer:
         self.network = network
         self._worker = Worker(f"hfreduce-nodes-{rank}", self.local.abandon)
         self._calls = 0
+        if len(layout.nodes) > 1:
+            self._agreement = Agreement(self.labels, self.local, self._network, len(layout.nodes))
         self._pieces = Pieces(
             self.local, layout.columns, self._network, piece_bytes, f"hfreduce-network-{rank}"
         )
@@ -269,7 +272,7 @@ class HierarchicalReducer:
         self._calls += 1
         how, nodes = Reduction.of(op, data.dtype, self.world_size), len(self.layout.nodes)
         small = (data, how) if how.is_small(data.numel(), nodes) and data.numel() else None
-        agree(call, self.labels, self.local, self._network, nodes, small)
+        self._agreement.reach(call, small)
         if data.numel() and small is None:
             self._pieces.all_reduce(data, how)
 

@@ -19,7 +19,13 @@ def _mpi(place: Place) -> Network:
     return MpiNetwork(place)
 
 
-ENGINES: dict[str, Callable[[Place], Network]] = {"gloo": _gloo, "mpi": _mpi}
+def _nccl(place: Place) -> Network:
+    from hfreduce.network.nccl import NcclNetwork
+
+    return NcclNetwork(place)
+
+
+ENGINES: dict[str, Callable[[Place], Network]] = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl}
 
 
 def check(name: str) -> str:

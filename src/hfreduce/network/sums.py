@@ -41,7 +41,8 @@ def finish(tensor: Tensor, out: Tensor, divisor: int) -> None:
         tensor.div_(divisor)
     if out.data_ptr() == tensor.data_ptr():
         return
-    if out.dtype == torch.float8_e4m3fn:  # before torch 2.13 a conversion gives NaN beyond its end
+    if tensor.dtype != out.dtype == torch.float8_e4m3fn:
+        # Before torch 2.13 a conversion gives NaN beyond its end.
         end = torch.finfo(out.dtype).max
         tensor.clamp_(-end, end)
     out.copy_(tensor)
