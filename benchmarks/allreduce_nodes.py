@@ -148,7 +148,7 @@ def summary(row: dict[str, Any]) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--nodes", "counts", type=click.IntRange(2, 8), multiple=True, default=(2, 4))
 @click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="A machine.")
-@click.option("--delay", default="", help="Of what reaches a machine, for tc (1ms).")
+@click.option("--delay", default=0.0, show_default=True, help="Of each packet, in ms.")
 @click.option("--rate", default="1gbit", show_default=True, help="Of each machine's link, for tc.")
 @click.option("--most", type=float, default=64, show_default=True, help="MiB of the largest.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
@@ -157,7 +157,7 @@ def main(
     counts: tuple[int, ...],
     ranks: int,
     rate: str,
-    delay: str,
+    delay: float,
     most: float,
     rounds: int,
     out: Path | None,
@@ -174,17 +174,20 @@ def main(
         "command": "python benchmarks/allreduce_nodes.py"
         + "".join(f" --nodes {count}" for count in counts)
         + f" --ranks {ranks} --rate {rate}"
-        + (f" --delay {delay}" if delay else "")
+        + (f" --delay {delay:g}" if delay else "")
         + f" --most {most:g} --rounds {rounds}",
         "rate": rate,
-        "delay": delay,
+        "delay_ms": delay,
         "complete": True,
         "load_before": round(os.getloadavg()[0], 1),
         "cases": [],
     }
     for count in counts:
         try:
-            with tempfile.TemporaryDirectory() as work, links.linked(count, rate, delay) as names:
+            with (
+                tempfile.TemporaryDirectory() as work,
+                links.linked(count, rate, delay / 1e3) as names,
+            ):
                 start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
                 start(measure, (names, ranks, work, sizes, rounds), nprocs=ranks * count)
                 lines = Path(work, "cases").read_text().splitlines()

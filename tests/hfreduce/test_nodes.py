@@ -296,7 +296,7 @@ def namespaces() -> Iterator[list[str]]:
     """Three namespaces, behind links of 500 Mbit/s and 1 ms."""
     with ExitStack() as stack:
         try:
-            names = stack.enter_context(links.linked(3, "500mbit", "1ms"))
+            names = stack.enter_context(links.linked(3, "500mbit", 0.001))
         except links.UnavailableError as error:
             pytest.skip(str(error))
         yield names
