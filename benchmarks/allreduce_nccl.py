@@ -3,7 +3,7 @@
     python benchmarks/allreduce_nccl.py           # needs two GPUs; 30 seconds
 
 Both count as machines of their own, so hfreduce's ranks meet through a network alone: NCCL, in
-pieces of several sizes, or gloo. Once NCCL has what one host offers (NVLink, peer access), once its
+pieces of several sizes, or TCP. Once NCCL has what one host offers (NVLink, peer access), once its
 sockets alone over the loopback device, which is the nearest to two machines that one has. The
 baseline is gloo's own all-reduce of the same tensors.
 """
@@ -52,8 +52,8 @@ def measure(rank: int, transport: str, work: str, rounds: int, budget: float) ->
             shared, rank, 2, timeout=30, network="nccl", piece_bytes=nbytes, name=str(nbytes)
         )
         ways[f"hfreduce, nccl, pieces of {nbytes // MIB} MiB"] = reducer.all_reduce
-    ways["hfreduce, gloo"] = hfreduce.HierarchicalReducer(
-        shared, rank, 2, timeout=30, name="gloo"
+    ways["hfreduce, tcp"] = hfreduce.HierarchicalReducer(
+        shared, rank, 2, timeout=30, name="tcp"
     ).all_reduce
     ways[BASELINE] = lambda tensor: dist.all_reduce(tensor)
     order = list(ways)

@@ -1,6 +1,6 @@
 """All-reduce over several machines: within each through memory, between them through a network.
 
-    reducer = hfreduce.HierarchicalReducer(store, rank, world_size, network="gloo")
+    reducer = hfreduce.HierarchicalReducer(store, rank, world_size, network="tcp")
     reducer.all_reduce(tensor)
 
 The ranks of a node split each tensor: rank j of a node adds slice j of its node's tensors, reduces
@@ -59,8 +59,8 @@ class HierarchicalReducer:
         timeout: Seconds, or a timedelta, that a rank may be late for a step of a collective;
             between nodes four fifths of it.
         name: Of the group, where several use one store.
-        network: "gloo"; "mpi" where the ranks were started by it; "nccl" where each rank has a GPU
-            of its own, which is the current one.
+        network: "tcp" or "gloo"; "mpi" where the ranks were started by it; "nccl" where each rank
+            has a GPU of its own, which is the current one.
         threads: As for `Reducer`.
         piece_bytes: What is on the network at a time.
         label: How messages call this rank; None: "rank" and its number.
@@ -81,7 +81,7 @@ class HierarchicalReducer:
         *,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         name: str = "nodes",
-        network: str = "gloo",
+        network: str = "tcp",
         threads: int | None = None,
         piece_bytes: int = PIECE_BYTES,
         label: str | None = None,
@@ -163,7 +163,7 @@ class HierarchicalReducer:
 
     @classmethod
     def from_group(
-        cls, group: dist.ProcessGroup | None = None, *, network: str = "gloo"
+        cls, group: dist.ProcessGroup | None = None, *, network: str = "tcp"
     ) -> HierarchicalReducer:
         """Return a reducer for the ranks of a process group, whatever its backend.
 

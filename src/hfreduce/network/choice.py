@@ -7,6 +7,12 @@ from collections.abc import Callable
 from hfreduce.network.base import Network, Place
 
 
+def _tcp(place: Place) -> Network:
+    from hfreduce.network.tcp import TcpNetwork
+
+    return TcpNetwork(place)
+
+
 def _gloo(place: Place) -> Network:
     from hfreduce.network.gloo import GlooNetwork
 
@@ -25,7 +31,12 @@ def _nccl(place: Place) -> Network:
     return NcclNetwork(place)
 
 
-ENGINES: dict[str, Callable[[Place], Network]] = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl}
+ENGINES: dict[str, Callable[[Place], Network]] = {
+    "tcp": _tcp,
+    "gloo": _gloo,
+    "mpi": _mpi,
+    "nccl": _nccl,
+}
 
 
 def check(name: str) -> str:

@@ -35,7 +35,7 @@ class MpiNetwork(PointToPoint):
         except (ImportError, RuntimeError) as error:
             raise ImportError(
                 f"network='mpi' needs mpi4py and an MPI library ({error}): pip install mpi4py, and "
-                f"an MPI such as mpich, or use network='gloo'"
+                f"an MPI such as mpich, or use network='tcp'"
             ) from error
         self._mpi: Any = MPI
         world = MPI.COMM_WORLD
@@ -50,7 +50,7 @@ class MpiNetwork(PointToPoint):
         if len(set(ranks)) < place.size:
             raise RuntimeError(
                 "the ranks are not of one MPI world: start them with mpiexec or srun, or use "
-                "network='gloo'"
+                "network='tcp'"
             )
         self._comm = world.Create_group(world.Get_group().Incl(ranks))
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)

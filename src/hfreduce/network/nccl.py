@@ -1,4 +1,4 @@
-"""Between nodes by NCCL, from this process's GPU: for networks that NCCL reaches and gloo does not.
+"""Between nodes by NCCL, from this process's GPU: for networks that NCCL drives better than TCP.
 
 A tensor in host memory goes through the GPU in chunks: one is copied there while NCCL reduces the
 one before and the one before that comes back, each in a stream of its own. NCCL chooses between its
@@ -6,7 +6,7 @@ rings and its double binary trees by the size and the number of nodes. Sums narr
 come as float32 and are rounded once, on the GPU. All nodes get the same bits; the order of the
 nodes is NCCL's.
 
-What is said before a call, and small tensors with it, go by gloo: that has no kernel to launch, and
+What is said before a call, and small tensors with it, go by TCP: that has no kernel to launch, and
 takes messages of any size. NCCL itself runs kernels, which take multiprocessors from other work.
 """
 
@@ -27,7 +27,8 @@ from torch._C import _distributed_c10d
 
 from hfreduce.errors import DeadPeerError, LatePeerError
 from hfreduce.network.base import Network, Place
-from hfreduce.network.gloo import GlooNetwork, first_line
+from hfreduce.network.gloo import first_line
+from hfreduce.network.tcp import TcpNetwork
 
 _torch: Any = _distributed_c10d
 CHUNK_BYTES = 2 << 20
@@ -45,7 +46,7 @@ class NcclNetwork(Network):
 
     def __init__(self, place: Place) -> None:
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise ImportError("network='nccl' needs a GPU and a torch with NCCL: use 'gloo'")
+            raise ImportError("network='nccl' needs a GPU and a torch with NCCL: use 'tcp'")
         self.place = place
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._closed = False
@@ -55,7 +56,7 @@ class NcclNetwork(Network):
         options = _torch.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=1)
         store = dist.PrefixStore("nccl", place.store)  # type: ignore[attr-defined]
-        self._gloo = GlooNetwork(place)
+        self._tcp = TcpNetwork(place)
         try:
             with _left_to_us():
                 self._group = _torch.ProcessGroupNCCL(store, place.rank, place.size, options)
@@ -75,7 +76,7 @@ class NcclNetwork(Network):
 
     def tell(self, frame: Tensor, room: int) -> list[Tensor]:
         """See `Network`."""
-        return self._gloo.tell(frame, room)
+        return self._tcp.tell(frame, room)
 
     def all_reduce(
         self, tensor: Tensor, op: str, lane: int = 0, *, out: Tensor, divisor: int = 1
@@ -97,7 +98,7 @@ class NcclNetwork(Network):
         """See `Network`."""
         if not self._closed:
             self._closed = True
-            self._gloo.close()
+            self._tcp.close()
             # Ends NCCL's kernels too, so that the GPU's streams are let go.
             if self._group is not None:
                 self._group.abort()

@@ -24,7 +24,7 @@ from hfreduce.network.sums import combine, finish
 # Up to here a round costs more than to send the whole to everyone. In bytes that a node sends.
 WHOLE_BYTES = 64 << 10
 _LINE = 64  # elements: slices start at whole cache lines
-_SAID = Network.lanes  # the lane of what is said before a call; tensors go in those below
+SAID = Network.lanes  # the lane of what is said before a call; tensors go in those below
 
 
 class PointToPoint(Network):
@@ -55,10 +55,10 @@ class PointToPoint(Network):
 
     def tell(self, frame: Tensor, room: int) -> list[Tensor]:
         """See `Network`."""
-        frames = self._parts(torch.empty(0, dtype=torch.uint8), room, _SAID)
+        frames = self._parts(torch.empty(0, dtype=torch.uint8), room, SAID)
         others = self._others()
         self.exchange(
-            [(node, frame) for node in others], [(node, frames[node]) for node in others], _SAID
+            [(node, frame) for node in others], [(node, frames[node]) for node in others], SAID
         )
         frames[self.place.rank] = frame
         return frames
