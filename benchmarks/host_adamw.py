@@ -79,7 +79,9 @@ def ways_of(dtype: torch.dtype, reducer: hfreduce.Reducer | None) -> dict[str, C
     for kind in ("fused", "foreach"):
         params = parameters(dtype)
         average = averaged(reducer, params) if reducer is not None else None
-        theirs = torch.optim.AdamW(params, lr=1e-4, **{kind: True})
+        theirs = torch.optim.AdamW(
+            params, lr=1e-4, fused=kind == "fused", foreach=kind == "foreach"
+        )
 
         def step(average: Any = average, theirs: Any = theirs) -> None:
             if average is not None:
