@@ -1,8 +1,12 @@
-"""All-reduces over several nodes: groups of processes that are told to be on different ones."""
+"""All-reduces over several nodes: groups of processes that are told to be on different ones.
+
+HFREDUCE_KILL_ROUNDS=200 lengthens the test that kills ranks at random points.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
@@ -22,6 +26,7 @@ from hfreduce.layout import Layout
 from tests.hfreduce.ranks import Ranks, leftovers, run
 
 PIECE = 64 << 10
+KILL_ROUNDS = int(os.environ.get("HFREDUCE_KILL_ROUNDS", "2"))
 
 
 def connected(
@@ -150,6 +155,41 @@ def test_when_a_node_loses_a_rank_every_other_rank_raises_and_nothing_is_left() 
     # Who was connected to it, and who shared memory with it, name it.
     assert "rank 3" in ended[2].value[0]
     assert leftovers() == []
+
+
+def for_ever(rank: int, world: int, store: str, seed: int) -> None:
+    """Call all-reduces of all sizes until something breaks; nothing wrong may come of it."""
+    group = connected(rank, world, store, [0, 0, 0, 1, 1], timeout=4)
+    draw = random.Random(seed)  # the same on all ranks
+    while True:
+        count = draw.choice([0, 10, 3000, 20_000, 100_000, 400_000])
+        tensors = [torch.ones(count) for _ in range(draw.choice([1, 1, 3]))]
+        handles = [group.all_reduce(tensor, async_op=len(tensors) > 1) for tensor in tensors]
+        for tensor, handle in zip(tensors, handles, strict=True):
+            if handle is not None:
+                handle.wait()
+            assert (tensor == world).all()
+
+
+def test_when_a_rank_of_a_node_is_killed_at_any_point_all_others_raise_in_time() -> None:
+    draw = random.Random(int(time.time()))
+    for turn in range(KILL_ROUNDS):
+        victim, delay = draw.randrange(5), 0.2 + draw.random() * 1.2
+        ranks = Ranks(for_ever, 5, draw.randrange(1000))
+        time.sleep(delay)
+        ranks.kill(victim)
+        killed = time.monotonic()
+        ended = ranks.join(30)
+        took = time.monotonic() - killed
+        where = f"turn {turn}: rank {victim} killed after {delay:.3f} s, noticed after {took:.1f} s"
+        for rank, end in enumerate(ended):
+            if rank != victim:
+                # ConnectionError: it died before all had connected.
+                assert end.error in ("DeadPeerError", "LatePeerError", "ConnectionError"), (
+                    f"{where}\n{end.text}"
+                )
+        assert took < 4 + 4, where
+        assert leftovers() == [], where
 
 
 def stops(rank: int, world: int, store: str, network: str) -> float:
