@@ -29,8 +29,8 @@ import hfreduce
 from benchmarks.allreduce_nodes import BASELINE, MIB, Way, case
 from benchmarks.harness import machine
 
-SIZES = [64 << 10, MIB, 16 * MIB, 256 * MIB]
-PIECES = [4 * MIB, 32 * MIB]
+SIZES = [64 << 10, MIB, 4 * MIB, 16 * MIB, 256 * MIB]
+PIECES = [32 * MIB, 128 * MIB]
 TRANSPORTS = {
     "all that one host offers": {},
     "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},

@@ -34,6 +34,7 @@ from hfreduce.agreement import Agreement, Call, Reduction
 from hfreduce.handle import Handle
 from hfreduce.layout import Layout
 from hfreduce.network import Network, Place, connect
+from hfreduce.network.choice import PIECE_BYTES
 from hfreduce.network.choice import check as check_network
 from hfreduce.pieces import Pieces
 from hfreduce.reducer import DEFAULT_TIMEOUT, Reducer
@@ -43,8 +44,6 @@ from hfreduce.worker import Worker
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# Of a piece: large enough that a message's cost is small, small enough that many are under way.
-PIECE_BYTES = 4 << 20
 # The network gives up first, and says which node: within one, ranks would blame each other.
 NETWORK_SHARE = 0.8
 
@@ -62,7 +61,7 @@ class HierarchicalReducer:
         network: "tcp" or "gloo"; "mpi" where the ranks were started by it; "nccl" where each rank
             has a GPU of its own, which is the current one.
         threads: As for `Reducer`.
-        piece_bytes: What is on the network at a time.
+        piece_bytes: What is on the network at a time; None: what suits the network.
         label: How messages call this rank; None: "rank" and its number.
 
     Raises:
@@ -83,12 +82,14 @@ class HierarchicalReducer:
         name: str = "nodes",
         network: str = "tcp",
         threads: int | None = None,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
         label: str | None = None,
     ) -> None:
         seconds = arguments.seconds(timeout)
         arguments.check_rank(rank, world_size)
         check_network(network)
+        if piece_bytes is None:
+            piece_bytes = PIECE_BYTES[network]
         if piece_bytes < segment.LEAST_CHUNK_BYTES:
             raise ValueError(f"piece_bytes={piece_bytes} is less than {segment.LEAST_CHUNK_BYTES}")
         self.rank, self.world_size, self.timeout = rank, world_size, seconds

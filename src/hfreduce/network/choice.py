@@ -39,6 +39,11 @@ ENGINES: dict[str, Callable[[Place], Network]] = {
 }
 
 
+# What is on the network at a time: large enough that a message's cost is small, small enough that
+# many are under way. NCCL's calls are one after the other and go in chunks of their own.
+PIECE_BYTES = {"tcp": 4 << 20, "gloo": 4 << 20, "mpi": 4 << 20, "nccl": 32 << 20}
+
+
 def check(name: str) -> str:
     """Return the name of an engine.
 

@@ -12,7 +12,7 @@ import torch
 from torch import distributed as dist
 
 import hfreduce
-from hfreduce.network.nccl import CHUNK_BYTES
+from hfreduce.network.nccl import CHUNK_BYTES, TCP_BYTES
 from tests.hfreduce.ranks import Ranks, run
 from tests.hfreduce.test_nodes import data, defined
 
@@ -39,7 +39,7 @@ def sums(rank: int, world: int, store: str) -> None:
     nodes = [0, 1]
     group = connected(rank, world, store, nodes)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32):
-        for count in (0, 1, 100_001, 5_000_003):
+        for count in (0, 1, 1_000_001, 5_000_003):
             parts = [data(peer, count, dtype) for peer in range(world)]
             for op in ("sum", "avg", "max"):
                 if op == "avg" and not dtype.is_floating_point:
@@ -97,7 +97,7 @@ def leaves_in_the_middle(rank: int, world: int, store: str) -> float:
     assert network is not None
     start = time.monotonic()
     if rank == 0:  # the other never comes, after both have agreed to
-        tensor = torch.ones(1_000_000)
+        tensor = torch.ones(TCP_BYTES)
         with pytest.raises(hfreduce.LatePeerError, match="rank 1"):
             network.all_reduce(tensor, "sum", out=tensor)
         group.close()
