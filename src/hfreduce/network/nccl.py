@@ -6,7 +6,8 @@ rings and its double binary trees by the size and the number of nodes. Sums narr
 come as float32 and are rounded once, on the GPU. All nodes get the same bits; the order of the
 nodes is NCCL's.
 
-What is said before a call, and small tensors, go by TCP. NCCL itself runs kernels, which take multiprocessors from other work.
+What is said before a call, and small tensors, go by TCP. NCCL itself runs kernels, which take
+multiprocessors from other work.
 """
 
 from __future__ import annotations
