@@ -204,7 +204,7 @@ def case(nbytes: int, calls: int, seconds: dict[str, list[float]]) -> dict[str, 
                 "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
             }
         )
-    return {"bytes": nbytes, "calls": calls, "rows": rows}
+    return {"skipped": False, "bytes": nbytes, "calls": calls, "rows": rows}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -140,7 +140,7 @@ def case(world: int, dtype: str, seconds: dict[str, list[float]]) -> dict[str, A
                 "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
             }
         )
-    return {"ranks": world, "dtype": dtype, "rows": rows}
+    return {"skipped": False, "ranks": world, "dtype": dtype, "rows": rows}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
