@@ -223,7 +223,7 @@ def main(counts: tuple[int, ...], rounds: int, out: Path | None) -> None:
         "command": "python benchmarks/allreduce_algorithms.py"
         + "".join(f" --nodes {count}" for count in counts)
         + f" --rounds {rounds}",
-        "complete": True,
+        "complete": False,  # a run that is cut short keeps what it has
         "load_before": round(os.getloadavg()[0], 1),
         "cases": [],
     }
@@ -245,6 +245,12 @@ def main(counts: tuple[int, ...], rounds: int, out: Path | None) -> None:
                 result["cases"].append(row)
                 shown = [f"{e['name']} {e['median_ms']:.2f} ms" for e in row["rows"]]
                 click.echo(f"{count} machines, {rate}, {delay:g} ms, {row['bytes']}: {shown}")
+            write(result, out)
+    write(result | {"complete": True}, out)
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """Write the result file, unless none is wanted."""
     if str(out) != "-":
         directory = machine.ROOT / "benchmarks" / "results" / result["machine"]["slug"]
         path = out or directory / "allreduce_algorithms.json"

@@ -162,7 +162,7 @@ def main(
         + f" --most {most:g} --rounds {rounds}",
         "rate": rate,
         "delay_ms": delay,
-        "complete": True,
+        "complete": False,  # a run that is cut short keeps what it has
         "load_before": round(os.getloadavg()[0], 1),
         "cases": [],
     }
@@ -176,9 +176,15 @@ def main(
                 start(measure, (names, each, work, sizes, rounds), nprocs=each * count)
                 lines = Path(work, "cases").read_text().splitlines()
                 result["cases"] += [json.loads(line) for line in lines]
+                write(result, out)
         except links.UnavailableError as error:
             click.echo(f"allreduce_nodes.py: {error}", err=True)
             sys.exit(1)
+    write(result | {"complete": True}, out)
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """Write the result file, unless none is wanted."""
     if str(out) != "-":
         directory = machine.ROOT / "benchmarks" / "results" / result["machine"]["slug"]
         path = out or directory / "allreduce_nodes.json"
