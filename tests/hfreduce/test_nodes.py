@@ -1,6 +1,6 @@
 """All-reduces over several nodes: groups of processes that are told to be on different ones.
 
-HFREDUCE_KILL_ROUNDS=200 lengthens the test that kills ranks at random points.
+HFREDUCE_KILL_ROUNDS=200 lengthens the test that kills ranks at random points (pytest --timeout=0).
 """
 
 from __future__ import annotations

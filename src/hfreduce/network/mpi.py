@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hfreduce.errors import DeadPeerError, LatePeerError
+from hfreduce.exchange import when_there
 from hfreduce.network.base import Place
 from hfreduce.network.point_to_point import PointToPoint
 
@@ -46,7 +47,13 @@ class MpiNetwork(PointToPoint):
                 "anything else initialises MPI"
             )
         place.store.set(f"mpi/{place.rank}", str(world.Get_rank()))
-        ranks = [int(place.store.get(f"mpi/{node}")) for node in range(place.size)]
+        deadline = time.monotonic() + place.timeout
+        try:
+            ranks = [
+                int(when_there(place.store, f"mpi/{node}", deadline)) for node in range(place.size)
+            ]
+        except TimeoutError as error:
+            raise ConnectionError(f"{place.labels[place.rank]} by MPI: {error}") from error
         if len(set(ranks)) < place.size:
             raise RuntimeError(
                 "the ranks are not of one MPI world: start them with mpiexec or srun, or use "

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hfreduce.errors import DeadPeerError, LatePeerError
+from hfreduce.exchange import when_there
 from hfreduce.network.addresses import own_address
 from hfreduce.network.base import Place
 from hfreduce.network.point_to_point import SAID, PointToPoint
@@ -137,7 +138,7 @@ class TcpNetwork(PointToPoint):
             address, port = door.getsockname()[:2]
             place.store.set(f"tcp/{place.rank}", f"{token.hex()} {port} {address}")
             for node in range(place.rank):
-                asked, to, where = place.store.get(f"tcp/{node}").decode().split(" ", 2)
+                asked, to, where = when_there(place.store, f"tcp/{node}", deadline).split(" ", 2)
                 for lane in range(_LANES):
                     left = max(0.001, deadline - time.monotonic())
                     made = socket.create_connection((where, int(to)), timeout=left)
