@@ -4,7 +4,7 @@
 
 The machines are network namespaces of this one, one process each, behind links whose rate `tc`
 bounds and whose packets take a given time; it needs root. All ways send and receive by the same
-engine (gloo's point-to-point), so that they differ in nothing else:
+engine (hfreduce's TCP), so that they differ in nothing else:
 
 - everyone to everyone: what hfreduce does (`network/point_to_point.py`), in 2 rounds;
 - ring: 2 (N - 1) rounds with the neighbours, the same bytes;
@@ -37,12 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 
 from benchmarks.harness import links, machine
 from hfreduce.network import Place
-from hfreduce.network.gloo import GlooNetwork
 from hfreduce.network.point_to_point import cut
 from hfreduce.network.sums import combine
+from hfreduce.network.tcp import TcpNetwork
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = [16 * KIB, 256 * KIB, 4 * MIB]
+SIZES = [16 * KIB, 256 * KIB, MIB, 4 * MIB]
 LINKS = [("1gbit", 0.0), ("100mbit", 2.0)]  # what a machine sends a second; ms that a packet takes
 SEGMENT_BYTES = 128 * KIB  # of the trees
 BASELINE = "everyone to everyone"
@@ -51,8 +51,9 @@ BASELINE = "everyone to everyone"
 class Ways:
     """One node's ways of adding a float32 tensor over all nodes, in place."""
 
-    def __init__(self, network: GlooNetwork, rank: int, size: int) -> None:
+    def __init__(self, network: TcpNetwork, down: TcpNetwork, rank: int, size: int) -> None:
         self._network, self._rank, self._size = network, rank, size
+        self._way_down = down  # what trees send that way has lanes of its own
 
     def everyone(self, tensor: Tensor) -> None:
         """As hfreduce does."""
@@ -106,12 +107,12 @@ class Ways:
         for segment in segments:
             parts = [room[: segment.numel()] for room in rooms]
             if children:
-                self._network.exchange([], list(zip(children, parts, strict=True)), 4 + tree)
+                self._network.exchange([], list(zip(children, parts, strict=True)), tree)
                 combine([segment, *parts], segment, "sum")
             if parent is None:
                 summed.put(segment)
             else:
-                self._network.exchange([(parent, segment)], [], 4 + tree)
+                self._network.exchange([(parent, segment)], [], tree)
 
     def _down(self, tree: int, segments: list[Tensor], summed: SimpleQueue[Tensor]) -> None:
         parent, children = self._relatives(tree)
@@ -120,9 +121,9 @@ class Ways:
                 segment = summed.get()
             else:
                 segment = segments[at]
-                self._network.exchange([], [(parent, segment)], 6 + tree)
+                self._way_down.exchange([], [(parent, segment)], tree)
             if children:
-                self._network.exchange([(child, segment) for child in children], [], 6 + tree)
+                self._way_down.exchange([(child, segment) for child in children], [], tree)
 
     def _relatives(self, tree: int) -> tuple[int | None, list[int]]:
         """Return this node's parent and children: leaves of the first tree are high numbers."""
@@ -151,10 +152,12 @@ def measure(rank: int, names: list[str], work: str, rounds: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = links.DEVICE
     shared: Any = dist.FileStore(f"{work}/store", size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=size)
-    store: Any = dist.PrefixStore("ways", shared)  # type: ignore[attr-defined]
     labels = [f"rank {peer}" for peer in range(size)]
-    network = GlooNetwork(Place(rank, size, labels, list(range(size)), store, 120.0))
-    of = Ways(network, rank, size)
+    networks = []
+    for name in ("up", "down"):
+        store: Any = dist.PrefixStore(name, shared)  # type: ignore[attr-defined]
+        networks.append(TcpNetwork(Place(rank, size, labels, list(range(size)), store, 120.0)))
+    of = Ways(networks[0], networks[1], rank, size)
     ways = {
         BASELINE: of.everyone,
         "ring": of.ring,
