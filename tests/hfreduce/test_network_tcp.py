@@ -94,6 +94,22 @@ def test_a_node_that_hangs_up_or_is_late_is_named(threads: ThreadPoolExecutor) -
         first.exchange([], [(1, room)], lane=0)
 
 
+def test_a_wait_takes_under_2_percent_of_a_core(threads: ThreadPoolExecutor) -> None:
+    first, second = pair(threads)
+
+    def waits() -> float:
+        start = time.thread_time()
+        first.exchange([], [(1, torch.zeros(3))], 0)
+        return time.thread_time() - start
+
+    used = threads.submit(waits)
+    time.sleep(1.2)
+    second.exchange([(0, torch.ones(3))], [], 0)
+    assert used.result(5) / 1.2 < 0.02
+    first.close()
+    second.close()
+
+
 def test_closing_ends_a_wait_in_another_thread(threads: ThreadPoolExecutor) -> None:
     first, second = pair(threads)
     waits = threads.submit(first.exchange, [], [(1, torch.zeros(3))], 0)
