@@ -1,15 +1,17 @@
 """How fast ranks of several machines add tensors: through hfreduce in each, against gloo alone.
 
-    python benchmarks/allreduce_nodes.py          # 2 and 4 machines of 2 ranks, 1 Gbit/s; 2 minutes
+    python benchmarks/allreduce_nodes.py          # 2 and 4 machines of 1 and 2 ranks, 1 Gbit/s
 
-The machines are network namespaces of this one, each behind a link whose rate `tc` bounds; it needs
-root. gloo's all-reduce runs over all ranks in one ring, as torch's DDP has it; a third way has
-gloo's own all-reduce between the machines in place of ours.
+The machines are network namespaces of this one, each behind a link whose rate `tc` bounds and, if
+asked, whose packets take a time; it needs root. gloo's all-reduce runs over all ranks, as torch's
+DDP has it. hfreduce runs over TCP and over gloo, and once with the tensor in one piece: without
+the overlap of a machine's own stages and the network's, which is also timed apart.
 Rounds take each way in turn, and ratios are taken round by round.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -28,60 +30,36 @@ from torch import distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 
 import hfreduce
-from benchmarks.harness import links, machine
-from hfreduce.network import Network
-from hfreduce.nodes import LANES
+from benchmarks.harness import links, machine, stages
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]
-RANKS = 2  # a machine
 BASELINE = "gloo"
+WHOLE = "hfreduce, in one piece"
 Way = Callable[[Tensor], object]
 
 
-class OwnAllReduce(Network):
-    """gloo's own all-reduce, as an engine between nodes."""
-
-    name = "gloo's own"
-
-    def __init__(self, groups: list[Any]) -> None:
-        self._groups = groups
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Gather by gloo."""
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._groups[0]))]
-        dist.all_gather(parts, tensor, group=self._groups[0])
-        return parts
-
-    def all_reduce(
-        self, tensor: Tensor, op: str, lane: int = 0, *, out: Tensor, divisor: int = 1
-    ) -> None:
-        """Reduce by gloo: sums of float32, which is all that is measured."""
-        dist.all_reduce(tensor, group=self._groups[lane])
-
-    def close(self) -> None:
-        """Leave the group to torch."""
-
-
-def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: int) -> None:
+def measure(
+    rank: int, names: list[str], each: int, work: str, sizes: list[int], rounds: int
+) -> None:
     """Run all cases in one rank; rank 0 writes a line of JSON for each."""
     torch.set_num_threads(1)
-    node, ranks = rank // RANKS, RANKS * len(names)
+    node, ranks = rank // each, each * len(names)
     links.enter(names[node])
     os.environ |= {"GLOO_SOCKET_IFNAME": links.DEVICE, "HFREDUCE_NODE": str(node)}
     shared: Any = dist.FileStore(f"{work}/store", ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=ranks)
-    ours = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120)
-    theirs = hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120, name="own")
-    columns = [
-        [dist.new_group(list(range(c, ranks, RANKS))) for _ in range(LANES)] for c in range(RANKS)
-    ]
-    theirs._network = OwnAllReduce(columns[rank % RANKS])
-    ways: dict[str, Way] = {
-        "hfreduce": ours.all_reduce,
-        "hfreduce, gloo's own between machines": theirs.all_reduce,
-        BASELINE: lambda tensor: dist.all_reduce(tensor),
+    reducers = {
+        "hfreduce": hfreduce.HierarchicalReducer(shared, rank, ranks, timeout=120),
+        "hfreduce over gloo": hfreduce.HierarchicalReducer(
+            shared, rank, ranks, timeout=120, name="gloo", network="gloo"
+        ),
+        WHOLE: hfreduce.HierarchicalReducer(
+            shared, rank, ranks, timeout=120, name="whole", piece_bytes=1 << 40
+        ),
     }
+    ways: dict[str, Way] = {name: reducer.all_reduce for name, reducer in reducers.items()}
+    ways[BASELINE] = lambda tensor: dist.all_reduce(tensor)
     for size in sizes:
         tensor = torch.empty(size // 4)
         for name, way in ways.items():
@@ -102,8 +80,13 @@ def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: in
                     ways[name](tensor)
                 seconds[order.index(name), turn] = (time.perf_counter() - start) / calls
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        under_way = stages.under_way(reducers["hfreduce"], tensor) if size == max(sizes) else {}
         if rank == 0:
-            row = case(len(names), size, calls, dict(zip(order, seconds.tolist(), strict=True)))
+            row = case(
+                len(names), ranks, size, calls, dict(zip(order, seconds.tolist(), strict=True))
+            )
+            if each > 1 and under_way:
+                row["stages"] = under_way
             click.echo(summary(row))
             with Path(work, "cases").open("a") as out:
                 out.write(json.dumps(row) + "\n")
@@ -112,7 +95,9 @@ def measure(rank: int, names: list[str], work: str, sizes: list[int], rounds: in
     os._exit(0)  # groups of torch's are not dropped right after a collective
 
 
-def case(nodes: int, size: int, calls: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def case(
+    nodes: int, ranks: int, size: int, calls: int, seconds: dict[str, list[float]]
+) -> dict[str, Any]:
     """Return what a result file says of a case."""
     rows = []
     for name, times in seconds.items():
@@ -126,7 +111,7 @@ def case(nodes: int, size: int, calls: int, seconds: dict[str, list[float]]) -> 
                 "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
             }
         )
-    return {"skipped": False, "nodes": nodes, "ranks": RANKS * nodes, "bytes": size} | {
+    return {"skipped": False, "nodes": nodes, "ranks": ranks, "bytes": size} | {
         "calls": calls,
         "rows": rows,
     }
@@ -135,16 +120,31 @@ def case(nodes: int, size: int, calls: int, seconds: dict[str, list[float]]) -> 
 def summary(row: dict[str, Any]) -> str:
     """Return a line of text on a case."""
     shown = [f"{e['name']} {e['median_ms']:.2f} ms ({e['ratio_median']} x)" for e in row["rows"]]
-    return f"{row['nodes']} machines, {row['bytes'] / MIB:g} MiB: " + " · ".join(shown)
+    return (
+        f"{row['nodes']} machines of {row['ranks'] // row['nodes']}, {row['bytes'] / MIB:g} MiB: "
+        + " · ".join(shown)
+    )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--nodes", "counts", type=click.IntRange(2, 8), multiple=True, default=(2, 4))
+@click.option(
+    "--ranks", "eachs", type=click.IntRange(1, 8), multiple=True, default=(1, 2), help="A machine."
+)
+@click.option("--delay", default=0.0, show_default=True, help="Of each packet, in ms.")
 @click.option("--rate", default="1gbit", show_default=True, help="Of each machine's link, for tc.")
 @click.option("--most", type=float, default=64, show_default=True, help="MiB of the largest.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="The result file, or - for none.")
-def main(counts: tuple[int, ...], rate: str, most: float, rounds: int, out: Path | None) -> None:
+def main(
+    counts: tuple[int, ...],
+    eachs: tuple[int, ...],
+    rate: str,
+    delay: float,
+    most: float,
+    rounds: int,
+    out: Path | None,
+) -> None:
     """Measure all-reduces over several machines, made of network namespaces."""
     cpu = torch.device("cpu")
     sizes = [size for size in SIZES if size <= most * MIB]
@@ -156,22 +156,35 @@ def main(counts: tuple[int, ...], rate: str, most: float, rounds: int, out: Path
         "date": machine.now(),
         "command": "python benchmarks/allreduce_nodes.py"
         + "".join(f" --nodes {count}" for count in counts)
-        + f" --rate {rate} --most {most:g} --rounds {rounds}",
+        + "".join(f" --ranks {each}" for each in eachs)
+        + f" --rate {rate}"
+        + (f" --delay {delay:g}" if delay else "")
+        + f" --most {most:g} --rounds {rounds}",
         "rate": rate,
-        "complete": True,
+        "delay_ms": delay,
+        "complete": False,  # a run that is cut short keeps what it has
         "load_before": round(os.getloadavg()[0], 1),
         "cases": [],
     }
-    for count in counts:
+    for each, count in itertools.product(eachs, counts):
         try:
-            with tempfile.TemporaryDirectory() as work, links.linked(count, rate) as names:
+            with (
+                tempfile.TemporaryDirectory() as work,
+                links.linked(count, rate, delay / 1e3) as names,
+            ):
                 start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-                start(measure, (names, work, sizes, rounds), nprocs=RANKS * count)
+                start(measure, (names, each, work, sizes, rounds), nprocs=each * count)
                 lines = Path(work, "cases").read_text().splitlines()
                 result["cases"] += [json.loads(line) for line in lines]
+                write(result, out)
         except links.UnavailableError as error:
             click.echo(f"allreduce_nodes.py: {error}", err=True)
             sys.exit(1)
+    write(result | {"complete": True}, out)
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """Write the result file, unless none is wanted."""
     if str(out) != "-":
         directory = machine.ROOT / "benchmarks" / "results" / result["machine"]["slug"]
         path = out or directory / "allreduce_nodes.json"

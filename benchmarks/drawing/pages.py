@@ -3,7 +3,7 @@
     <!-- figures:layer_norm -->         kernel times
     <!-- figures:layer_norm:calls -->   whole calls
     <!-- figures:layer_norm:grid -->    the grid: what it found, and its plots
-    <!-- figures:allreduce_cpu -->      all-reduces; _cuda, _cuda_shared, _nodes likewise
+    <!-- figures:allreduce_cpu -->      all-reduces; the other names in DRAWN likewise
     <!-- figures:images:ways -->        several ways of one thing (benchmarks/harness/ways.py)
     <!-- figures:layers:cases -->       the same where cases are many: a row for each
     <!-- /figures -->                   closes each of them
@@ -18,12 +18,28 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.drawing import allreduce, allreduce_more, cases, plots, sweeps, tables, ways
+from benchmarks.drawing import (
+    allreduce,
+    allreduce_more,
+    between,
+    cases,
+    plots,
+    sweeps,
+    tables,
+    ways,
+)
 from benchmarks.drawing.results import Result
 
 OPEN = re.compile(r"<!--\s*figures:([\w:.-]+)\s*-->")
 CLOSE = re.compile(r"<!--\s*/figures\s*-->")
 KINDS = ("kernel", "calls", "grid", "ways", "cases")
+DRAWN = {  # by what draws them: results that have a page's table of their own
+    "allreduce_cpu": allreduce.table,
+    "allreduce_nodes": allreduce_more.nodes,
+    "allreduce_algorithms": between.algorithms,
+    "allreduce_nccl": between.nccl,
+    "host_adamw": between.host_adamw,
+}
 
 
 def pages(root: Path) -> list[Path]:
@@ -61,14 +77,15 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
     Raises:
         ValueError: there is no figure of that name.
     """
-    if name.startswith("allreduce"):
+    if name.startswith("allreduce") or name in DRAWN:
         measured = [result for result in results if result.name == name]
         if not measured:
-            script = "allreduce_nodes.py" if name == "allreduce_nodes" else "allreduce.py"
+            own = name in DRAWN and name != "allreduce_cpu"
+            script = f"{name}.py" if own else "allreduce.py"
             device = " --device cuda" if "cuda" in name else ""
             return f"Not measured yet: `python benchmarks/{script}{device}` does."
-        draws = {"allreduce_nodes": allreduce_more.nodes, "allreduce_cpu": allreduce.table}
-        return "\n\n".join(draws.get(name, allreduce_more.gpus)(one) for one in measured)
+        draw_one = DRAWN.get(name, allreduce_more.gpus)
+        return "\n\n".join(draw_one(one) for one in measured)
     operator, _, kind = name.partition(":")
     kind = kind or "kernel"
     if kind not in KINDS:

@@ -41,7 +41,7 @@ class DistributedDataParallel(_Base):
         backend: "hfreduce", which between machines takes models on the CPU (those on GPUs go by
             the process group, and `path` says so); "torch": the process group's own all-reduce;
             "auto": hfreduce for a model on the CPU whose ranks are on one machine, else "torch".
-        network: "gloo" or "mpi", between machines for backend="hfreduce": see
+        network: "tcp", "gloo", "mpi" or "nccl", between machines for backend="hfreduce": see
             `hfreduce.HierarchicalReducer`.
         wire: torch.bfloat16 or torch.float16: what float32 gradients are sent as; they are added in
             float32 and the average rounded once. None: as they are. Torch's path ignores it.
@@ -60,7 +60,7 @@ class DistributedDataParallel(_Base):
         module: nn.Module,
         *arguments: Any,
         backend: str = "auto",
-        network: str = "gloo",
+        network: str = "tcp",
         wire: torch.dtype | None = None,
         **options: Any,
     ) -> None:

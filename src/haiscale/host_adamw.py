@@ -27,7 +27,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from haiscale.adamw_checks import (
-    MOMENTS,
     OPTIONS,
     SHARED,
     check_options,
@@ -35,6 +34,7 @@ from haiscale.adamw_checks import (
     check_values,
     problem_with,
 )
+from haiscale.adamw_state import rebind, state_of, take_state
 from haiscale.shards import Bucket, buckets_of
 from hfreduce import Handle, Reducer
 from hfreduce.hook import WIRES
@@ -196,26 +196,8 @@ class HostAdamW(torch.optim.Optimizer):
         numbers = {id(param): i for i, param in enumerate(self._all_params())}
         state: dict[int, dict[str, Tensor]] = {}
         for bucket, _, inner in self._buckets:
-            steps = torch.zeros(len(bucket.params))
-            rows = {name: torch.zeros_like(bucket.master) for name in MOMENTS}
-            for segment in bucket.segments:
-                assert inner is not None
-                held = inner.state.get(segment.master)
-                if held:
-                    steps[segment.index] = held["step"]
-                    for name, row in rows.items():
-                        at = segment.master.storage_offset()
-                        row[at : at + segment.master.numel()] = held[name]
-            if self._reducer is not None:
-                self._reducer.all_reduce(steps, "max")
-            if bucket.params[0].dtype not in (torch.float32, torch.float64):
-                rows["master"] = bucket.master.clone()
-                bucket.take_changes(rows["master"])
-            whole = {name: bucket.spread(self._whole(bucket, row)) for name, row in rows.items()}
-            for index, param in enumerate(bucket.params):
-                if steps[index]:
-                    found = {name: parts[index] for name, parts in whole.items()}
-                    state[numbers[id(param)]] = {"step": steps[index].clone(), **found}
+            for param, found in state_of(bucket, inner, self._reducer):
+                state[numbers[id(param)]] = found
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             | {"params": [numbers[id(param)] for param in group["params"]]}
@@ -251,23 +233,8 @@ class HostAdamW(torch.optim.Optimizer):
             left = {"params", "decoupled_weight_decay", *OPTIONS}
             mine.update({name: value for name, value in theirs.items() if name not in left})
         for bucket, _, inner in self._buckets:
-            bucket.load_parameters()
-            for segment in bucket.segments:
-                assert inner is not None
-                held = state_dict["state"].get(of_param[id(bucket.params[segment.index])])
-                inner.state.pop(segment.master, None)
-                if not held:
-                    continue
-                parts = {name: bucket.part(segment, held[name]) for name in MOMENTS}
-                inner.state[segment.master] = {
-                    "step": torch.as_tensor(held["step"]).float().reshape(()).cpu().clone(),
-                    **{
-                        name: part.to("cpu", segment.master.dtype, copy=True)
-                        for name, part in parts.items()
-                    },
-                }
-                if held.get("master") is not None:
-                    segment.master.copy_(bucket.part(segment, held["master"]))
+            held = [state_dict["state"].get(of_param[id(param)]) for param in bucket.params]
+            take_state(bucket, inner, held)
         self._averaged = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -312,7 +279,7 @@ class HostAdamW(torch.optim.Optimizer):
         for number in range(len(self._buckets) + 1):
             if number < len(self._buckets):
                 bucket, _, _ = self._buckets[number]
-                bucket.load_gradients()
+                bucket.load_gradients(keep=len(fresh) < len(self._all_params()))
                 started.append(self._scatter(bucket))
             if number:
                 bucket, _, _ = self._buckets[number - 1]
@@ -321,7 +288,9 @@ class HostAdamW(torch.optim.Optimizer):
                     handle.wait()
                 for segment in bucket.segments:
                     used = fresh.get(id(bucket.params[segment.index]))
-                    if used is not None:
+                    if used is None:
+                        bucket.keep_gradient(segment)
+                    else:
                         bucket.take_gradient(segment)
                         segment.master.grad = segment.gradient if used else None
                 results.append(then(number - 1))
@@ -330,12 +299,16 @@ class HostAdamW(torch.optim.Optimizer):
     def _update(self, number: int) -> Handle | None:
         """Step a bucket's shard and start handing it out."""
         bucket, index, inner = self._buckets[number]
-        bucket.take_changes(bucket.master)
+        if not bucket.is_direct:
+            bucket.take_changes()
+        elif inner is not None:
+            rebind(bucket, inner)
         if inner is not None:
             for group in inner.param_groups:
                 group.update({name: self.param_groups[index][name] for name in SHARED})
             inner.step()
-        bucket.give_shard()
+        if self._reducer is not None or not bucket.is_in_place:
+            bucket.give_shard()
         if self._reducer is None:
             return None
         own = bucket.shards[self._rank]
@@ -392,17 +365,8 @@ class HostAdamW(torch.optim.Optimizer):
         if self._reducer is None:
             return
         self._reducer.broadcast(bucket.values, 0)
-        bucket.store_parameters()
+        bucket.store_all()
         bucket.load_parameters()
-
-    def _whole(self, bucket: Bucket, row: Tensor) -> Tensor:
-        """Return all ranks' shards of something, in a row."""
-        if self._reducer is None:
-            return row
-        sizes = [shard.numel() for shard in bucket.shards]
-        whole = torch.empty(sum(sizes), dtype=row.dtype)
-        self._reducer.all_gather(list(torch.split(whole, sizes)), row)
-        return whole
 
     def _compare(self, wire: torch.dtype | None, bucket_bytes: int) -> None:
         """Refuse ranks whose parameters, groups or settings differ."""

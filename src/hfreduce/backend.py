@@ -26,6 +26,7 @@ from hfreduce import dtypes
 from hfreduce.cuda import CudaHandle
 from hfreduce.errors import UnavailableError
 from hfreduce.handle import Handle
+from hfreduce.options import options_of
 from hfreduce.reducer import Reducer
 from hfreduce.work import Work
 
@@ -112,7 +113,7 @@ class ProcessGroup(_Base):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Reduce a tensor over all ranks."""
         opts = _torch.AllreduceOptions() if opts is None else opts
-        opts = _options(_torch.AllreduceOptions, opts)
+        opts = options_of(_torch.AllreduceOptions, opts)
         if not (
             self._covers(tensors, opts.reduceOp) or self._covers_on_gpu(tensors, opts.reduceOp)
         ):
@@ -146,7 +147,7 @@ class ProcessGroup(_Base):
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """Give all ranks one rank's tensor."""
-        opts = _options(_torch.BroadcastOptions, opts)
+        opts = options_of(_torch.BroadcastOptions, opts)
         if not self._moves(tensors):
             return self._by_other(tensors[0], "broadcast", tensors, opts)
         return self._run(
@@ -372,20 +373,6 @@ def _bind(method: Callable[..., AnyHandle], *arguments: Any) -> Callable[..., An
         return method(group, *arguments, async_op=async_op)
 
     return call
-
-
-def _options(kind: Any, given: Any) -> Any:
-    """Return torch's options where it gave a bare operation or rank, as its overloads allow."""
-    if isinstance(given, kind):
-        return given
-    options = kind()
-    if given is None:
-        return options
-    if isinstance(given, int):
-        options.rootRank = given
-    else:
-        options.reduceOp = given
-    return options
 
 
 def _create(options: Any, _: Any = None) -> ProcessGroup:

@@ -132,6 +132,28 @@ def through_collectives(group: Reducer) -> Exchange:
     return exchange
 
 
+def when_there(store: Store, key: str, deadline: float) -> str:
+    """Return what a store has under a key, when somebody has set it.
+
+    The store's own `get` waits for as long as the store was told to when it was made.
+
+    Args:
+        store: That all ranks reach.
+        key: That another rank sets.
+        deadline: Of time.monotonic().
+
+    Raises:
+        TimeoutError: Nobody has by then.
+    """
+    pause, longest = _PAUSES
+    while not _are_there(store, [key]):
+        if time.monotonic() > deadline:
+            raise TimeoutError("another rank did not come, or failed before: look for its error")
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return store.get(key).decode()
+
+
 def _are_there(store: Store, keys: list[str]) -> bool:
     try:
         return bool(store.check(keys))

@@ -1,16 +1,17 @@
 """All-reduce over several machines: within each through memory, between them through a network.
 
-    reducer = hfreduce.HierarchicalReducer(store, rank, world_size, network="gloo")
+    reducer = hfreduce.HierarchicalReducer(store, rank, world_size, network="tcp")
     reducer.all_reduce(tensor)
 
 The ranks of a node split each tensor: rank j of a node adds slice j of its node's tensors, reduces
 it with the ranks j of the other nodes, and gives the sum to its node. So one sum a node goes on to
-the network, carried by as many processes as the smallest node has. A large tensor goes in pieces:
-while one is on the network the node adds the next and hands out the one before.
+the network, carried by as many processes as the smallest node has. A large tensor goes in pieces
+(pieces.py): while one is on the network the node adds the next and hands out the one before.
 
 Sums are in the order of the ranks within a node and of the nodes between them. Those of types
 narrower than float32 stay float32 until they are whole, and are rounded once: the same bits on all
-ranks. Before a call moves anything its ranks compare what they call (agreement.py).
+ranks. Before a call moves anything its ranks compare what they call (agreement.py); a small tensor
+goes with what is said then, by the first rank of each node.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ import json
 import os
 import secrets
 import weakref
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -31,12 +30,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hfreduce import arguments, dtypes, exchange, segment
-from hfreduce.agreement import Call, agree
+from hfreduce.agreement import Agreement, Call, Reduction
 from hfreduce.handle import Handle
 from hfreduce.layout import Layout
 from hfreduce.network import Network, Place, connect
+from hfreduce.network.choice import PIECE_BYTES
 from hfreduce.network.choice import check as check_network
-from hfreduce.network.point_to_point import cut
+from hfreduce.pieces import Pieces
 from hfreduce.reducer import DEFAULT_TIMEOUT, Reducer
 from hfreduce.tensors import flat
 from hfreduce.worker import Worker
@@ -44,10 +44,6 @@ from hfreduce.worker import Worker
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# Of a piece: large enough that a message's cost is small, small enough that many are under way.
-PIECE_BYTES = 4 << 20
-# Pieces on the network at once, so that the link is busy while one's halves change over.
-LANES = 2
 # The network gives up first, and says which node: within one, ranks would blame each other.
 NETWORK_SHARE = 0.8
 
@@ -62,9 +58,10 @@ class HierarchicalReducer:
         timeout: Seconds, or a timedelta, that a rank may be late for a step of a collective;
             between nodes four fifths of it.
         name: Of the group, where several use one store.
-        network: "gloo", or "mpi" where the ranks were started by it.
+        network: "tcp" or "gloo"; "mpi" where the ranks were started by it; "nccl" where each rank
+            has a GPU of its own, which is the current one.
         threads: As for `Reducer`.
-        piece_bytes: What is on the network at a time.
+        piece_bytes: What is on the network at a time; None: what suits the network.
         label: How messages call this rank; None: "rank" and its number.
 
     Raises:
@@ -83,18 +80,19 @@ class HierarchicalReducer:
         *,
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         name: str = "nodes",
-        network: str = "gloo",
+        network: str = "tcp",
         threads: int | None = None,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
         label: str | None = None,
     ) -> None:
         seconds = arguments.seconds(timeout)
         arguments.check_rank(rank, world_size)
         check_network(network)
+        if piece_bytes is None:
+            piece_bytes = PIECE_BYTES[network]
         if piece_bytes < segment.LEAST_CHUNK_BYTES:
             raise ValueError(f"piece_bytes={piece_bytes} is less than {segment.LEAST_CHUNK_BYTES}")
         self.rank, self.world_size, self.timeout = rank, world_size, seconds
-        self._piece_bytes = piece_bytes
         meeting = exchange.through_store(store, rank, world_size, name, seconds)
         settings = f"network={network!r}, piece_bytes={piece_bytes}"
         mine = {"token": secrets.token_hex(8), "settings": settings}
@@ -148,16 +146,25 @@ class HierarchicalReducer:
         self.network = network
         self._worker = Worker(f"hfreduce-nodes-{rank}", self.local.abandon)
         self._calls = 0
-        self._under_way: list[Future[None]] = []
-        self._carriers = [Worker(f"hfreduce-network-{rank}-{lane}") for lane in range(LANES)]
+        if len(layout.nodes) > 1:
+            self._agreement = Agreement(self.labels, self.local, self._network, len(layout.nodes))
+        self._pieces = Pieces(
+            self.local, layout.columns, self._network, piece_bytes, f"hfreduce-network-{rank}"
+        )
         self._process = os.getpid()
         self._end = weakref.finalize(
-            self, _end, self._process, self.local, self._network, self._worker, *self._carriers
+            self,
+            _end,
+            self._process,
+            self.local,
+            self._network,
+            self._worker,
+            *self._pieces.carriers,
         )
 
     @classmethod
     def from_group(
-        cls, group: dist.ProcessGroup | None = None, *, network: str = "gloo"
+        cls, group: dist.ProcessGroup | None = None, *, network: str = "tcp"
     ) -> HierarchicalReducer:
         """Return a reducer for the ranks of a process group, whatever its backend.
 
@@ -244,12 +251,9 @@ class HierarchicalReducer:
     def _run(self, kind: str, data: Tensor, op: str) -> None:
         if self._failure is not None:
             raise self._failure
-        self._under_way.clear()
         try:
             if len(self.layout.nodes) > 1:
-                self._agree(kind, data, op)
-                if data.numel():
-                    self._pieces(data, op)
+                self._all_reduce(kind, data, op)
             elif kind == "barrier":
                 self.local.barrier()
             else:
@@ -261,75 +265,17 @@ class HierarchicalReducer:
                 self._interrupt()
             # Nobody may write to the tensor when the call has ended; now that all is broken, what
             # is under way ends at once.
-            wait(self._under_way, self.timeout)
+            self._pieces.wait(self.timeout)
             raise
 
-    def _agree(self, kind: str, data: Tensor, op: str) -> None:
+    def _all_reduce(self, kind: str, data: Tensor, op: str) -> None:
         call = Call.of(self.rank, kind, op, data, self._calls)
         self._calls += 1
-        columns, nodes = self.layout.columns, len(self.layout.nodes)
-        agree(call, self.labels, self.local, self._network, columns, nodes)
-
-    def _pieces(self, data: Tensor, op: str) -> None:
-        step, divisor = ("sum", self.world_size) if op == "avg" else (op, 1)
-        # The least and the greatest are exact in any type.
-        wide = torch.float32 if step == "sum" and dtypes.is_narrow(data.dtype) else data.dtype
-        parts = torch.split(data, self._piece_bytes // wide.itemsize)
-        if len(parts) == 1:
-            piece = self._piece(data, wide)
-            if self.local.world_size > 1:
-                self.local.reduce_scatter(piece.own, piece.slices, step)
-            self._carry(piece, step, divisor)
-            if self.local.world_size > 1:
-                self.local.all_gather(piece.results, piece.result)
-            return
-        pieces: list[_Piece] = []
-        scattered: list[Handle | None] = []
-        carried: list[Future[None]] = []
-        gathered: list[Handle | None] = []
-        for at in range(len(parts) + 2):
-            if at < len(parts):
-                pieces.append(piece := self._piece(parts[at], wide))
-                scattered.append(
-                    self._follow(
-                        self.local.reduce_scatter(piece.own, piece.slices, step, async_op=True)
-                    )
-                )
-            if 1 <= at <= len(parts):
-                _wait(scattered[at - 1])
-                lane = (at - 1) % LANES
-                carry = partial(self._carry, pieces[at - 1], step, divisor, lane)
-                carried.append(self._carriers[lane].submit(carry))
-                self._under_way.append(carried[-1])
-            if at >= 2:
-                carried[at - 2].result()
-                piece = pieces[at - 2]
-                gathered.append(
-                    self._follow(self.local.all_gather(piece.results, piece.result, async_op=True))
-                )
-                pieces[at - 2] = piece.without_sums()
-        for handle in gathered:
-            _wait(handle)
-
-    def _piece(self, data: Tensor, wide: torch.dtype) -> _Piece:
-        place = self.local.rank
-        results = self._slices(data)
-        slices = results if wide == data.dtype else self._slices(data.to(wide))
-        return _Piece(slices, slices[place], results, results[place])
-
-    def _slices(self, piece: Tensor) -> list[Tensor]:
-        """Return each local rank's part of a piece: none for ranks without a network."""
-        empty = [piece[:0]] * (self.local.world_size - self.layout.columns)
-        return cut(piece, self.layout.columns) + empty
-
-    def _carry(self, piece: _Piece, op: str, divisor: int, lane: int = 0) -> None:
-        if self._network is not None:
-            self._network.all_reduce(piece.own, op, lane, out=piece.result, divisor=divisor)
-
-    def _follow(self, handle: Handle | None) -> Handle | None:
-        assert handle is not None
-        self._under_way.append(handle.future)
-        return handle
+        how, nodes = Reduction.of(op, data.dtype, self.world_size), len(self.layout.nodes)
+        small = (data, how) if how.is_small(data.numel(), nodes) and data.numel() else None
+        self._agreement.reach(call, small)
+        if data.numel() and small is None:
+            self._pieces.all_reduce(data, how)
 
     def _break(self, error: BaseException) -> None:
         """Have everyone's calls fail: this node's ranks, and the others' by their network."""
@@ -343,27 +289,6 @@ class HierarchicalReducer:
         self._break(RuntimeError("a call of this HierarchicalReducer was interrupted"))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A part of a tensor on its way.
-
-    Attributes:
-        slices: What each rank of the node adds, in the type of the sums.
-        own: This rank's of them.
-        results: The same parts of the tensor itself.
-        result: This rank's of them.
-    """
-
-    slices: list[Tensor]
-    own: Tensor
-    results: list[Tensor]
-    result: Tensor
-
-    def without_sums(self) -> _Piece:
-        """Return the piece when its sums are no longer needed: they may be twice the tensor."""
-        return _Piece(self.results, self.result, self.results, self.result)
-
-
 def _end(
     process: int, local: Reducer, network: Network | None, worker: Worker, *carriers: Worker
 ) -> None:
@@ -375,11 +300,6 @@ def _end(
     worker.close()
     for carrier in carriers:
         carrier.close()
-
-
-def _wait(handle: Handle | None) -> None:
-    assert handle is not None
-    handle.wait()
 
 
 def _prefixed(prefix: str, store: Store) -> Store:

@@ -82,6 +82,18 @@ def buffers() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
 
 
+class Images(nn.Module):
+    """Weights and their gradients lie in the order of channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 2), nn.Linear(8, 2)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.repeat(1, 3).view(-1, 3, 2, 3)).flatten(1))
+
+
 def doubles() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
 
@@ -94,8 +106,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "deep": (deep, {"bucket_cap_mb": 0.0002}),
     "views": (deep, {"gradient_as_bucket_view": True}),
     "static": (deep, {"static_graph": True}),
+    "strided": (Images, {}),
     "unused": (Unused, {"find_unused_parameters": True}),
+    "unused, views": (
+        Unused,
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002},
+    ),
     "shared": (Shared, {}),
+    "shared, static": (Shared, {"static_graph": True}),
     "frozen": (Frozen, {}),
     "sparse": (Embedded, {}),
     "buffers": (buffers, {}),
@@ -153,7 +171,10 @@ def parity(rank: int, world: int, store: str, backend: str) -> int:
 
 @pytest.mark.parametrize("backend", ["gloo", "hfreduce"])
 def test_models_of_all_kinds_train_as_with_torchs(backend: str) -> None:
-    assert run(parity, 2, backend) == [2 * len(CASES) - 1] * 2
+    assert (
+        run(parity, 2, backend)
+        == [sum(1 + ("static_graph" not in o) for _, o in CASES.values())] * 2
+    )
 
 
 def one_process(rank: int, world: int, store: str) -> list[bytes]:

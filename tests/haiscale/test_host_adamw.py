@@ -378,3 +378,47 @@ def on_default_group(rank: int, world: int, store: str) -> None:
 
 def test_the_default_process_group_is_averaged_over() -> None:
     run(on_default_group, 2)
+
+
+def in_layouts(rank: int, world: int, store: str) -> None:
+    group = reducer(rank, world, store)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        # Not contiguous, or in others' memory; the shards' border lies within a parameter.
+        turned = nn.Parameter(torch.randn(30, 40).t())
+        part = nn.Parameter(torch.randn(70)[5:65])
+        images = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+        made.append([turned, part, nn.Parameter(torch.randn(33)), images])
+    ours, theirs = made
+    optimizer, plain = HostAdamW(ours, lr=0.1, reducer=group), torch.optim.AdamW(theirs, lr=0.1)
+    for step in range(4):
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            generator = torch.Generator().manual_seed(10 * step + at)
+            other.grad = torch.randn(other.shape, generator=generator)
+            one.grad = other.grad.clone() * (2 * rank)  # of ranks 0 and 1 the average
+        assert optimizer.clip_grad_norm_(1.0) > 1
+        optimizer.state_dict()  # leaves what was averaged as it is
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        if step == 2:  # other memory, with the same values
+            ours[2].data = ours[2].data.clone()
+            ours[1].data = torch.stack([ours[1].data] * 2, 1)[:, 0]
+        optimizer.step()
+        plain.step()
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+    group.barrier()
+
+
+def test_parameters_of_any_memory_layout_are_stepped() -> None:
+    run(in_layouts, 2)
+
+
+def test_autograd_notices_that_a_step_has_changed_what_it_kept() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = HostAdamW([weight], lr=0.1)
+    kept = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()

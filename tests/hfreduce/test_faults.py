@@ -1,6 +1,6 @@
 """Ranks that die, come late, stop, fork or call something else: the others learn it, and who.
 
-HFREDUCE_KILL_ROUNDS=200 lengthens the test that kills ranks at random points.
+HFREDUCE_KILL_ROUNDS=200 lengthens the test that kills ranks at random points (pytest --timeout=0).
 """
 
 from __future__ import annotations

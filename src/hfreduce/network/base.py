@@ -34,16 +34,30 @@ class Place:
 
 
 class Network(ABC):
-    """One rank's end of what connects nodes; all of them make it together."""
+    """One rank's end of what connects nodes; all of them make it together.
+
+    Attributes:
+        name: As `choice.py` has it.
+        lanes: How many all-reduces may be under way at once.
+    """
 
     name: str
+    lanes: int = 2
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every node's tensor, by node: for the few numbers that are said before a call.
+    def tell(self, frame: Tensor, room: int) -> list[Tensor]:
+        """Give every node this one's bytes, and return every node's, by node.
+
+        It is for what is said before a call, and for tensors that are small enough to go with it:
+        a message a node, in one round.
 
         Args:
-            tensor: Contiguous, of one dimension, on the CPU; the same size and type on all.
+            frame: Contiguous bytes on the CPU, at most `room`; nodes may give different numbers.
+            room: The same on all.
+
+        Returns:
+            Of `room` bytes each, of which those count that the node gave. They hold until the next
+            call.
 
         Raises:
             DeadPeerError: A node is gone.
@@ -60,8 +74,8 @@ class Network(ABC):
             tensor: Contiguous, of one dimension, on the CPU; the same size and type on all. It is
                 overwritten.
             op: "sum", "min" or "max".
-            lane: 0 or 1. Calls of different lanes may be under way at once, in threads of their
-                own; those of one lane are in the same order on all nodes.
+            lane: From 0 to `lanes` - 1. Calls of different lanes may be under way at once, in
+                threads of their own; those of one lane are in the same order on all nodes.
             out: Where the result goes, rounded once to its type, which may be narrower than the
                 tensor's; or the tensor itself.
             divisor: What the result is divided by before it is rounded.

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from hfreduce.network.base import Network, Place
 
 
+def _tcp(place: Place) -> Network:
+    from hfreduce.network.tcp import TcpNetwork
+
+    return TcpNetwork(place)
+
+
 def _gloo(place: Place) -> Network:
     from hfreduce.network.gloo import GlooNetwork
 
@@ -19,7 +25,23 @@ def _mpi(place: Place) -> Network:
     return MpiNetwork(place)
 
 
-ENGINES: dict[str, Callable[[Place], Network]] = {"gloo": _gloo, "mpi": _mpi}
+def _nccl(place: Place) -> Network:
+    from hfreduce.network.nccl import NcclNetwork
+
+    return NcclNetwork(place)
+
+
+ENGINES: dict[str, Callable[[Place], Network]] = {
+    "tcp": _tcp,
+    "gloo": _gloo,
+    "mpi": _mpi,
+    "nccl": _nccl,
+}
+
+
+# What is on the network at a time: large enough that a message's cost is small, small enough that
+# many are under way. NCCL's calls are one after the other and go in chunks of their own.
+PIECE_BYTES = {"tcp": 4 << 20, "gloo": 4 << 20, "mpi": 4 << 20, "nccl": 32 << 20}
 
 
 def check(name: str) -> str:

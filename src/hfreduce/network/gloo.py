@@ -46,7 +46,7 @@ class GlooNetwork(PointToPoint):
         except RuntimeError as error:
             raise ConnectionError(
                 f"{place.labels[place.rank]} cannot connect to the other nodes by gloo: "
-                f"{_first_line(error)}; GLOO_SOCKET_IFNAME names the interface to use"
+                f"{first_line(error)}; GLOO_SOCKET_IFNAME names the interface to use"
             ) from error
 
     def exchange(
@@ -126,7 +126,7 @@ class GlooNetwork(PointToPoint):
                     rank,
                 ) from error
             raise DeadPeerError(
-                f"the connection to {who} is lost ({_first_line(error)}): look for its own error",
+                f"the connection to {who} is lost ({first_line(error)}): look for its own error",
                 rank,
             ) from error
 
@@ -170,6 +170,7 @@ class _Waiter:
             del entry, job, future  # keep no tensor while waiting for the next
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return what an error of torch's says, without its C++ frames."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

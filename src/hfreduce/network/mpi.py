@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hfreduce.errors import DeadPeerError, LatePeerError
+from hfreduce.exchange import when_there
 from hfreduce.network.base import Place
 from hfreduce.network.point_to_point import PointToPoint
 
@@ -35,7 +36,7 @@ class MpiNetwork(PointToPoint):
         except (ImportError, RuntimeError) as error:
             raise ImportError(
                 f"network='mpi' needs mpi4py and an MPI library ({error}): pip install mpi4py, and "
-                f"an MPI such as mpich, or use network='gloo'"
+                f"an MPI such as mpich, or use network='tcp'"
             ) from error
         self._mpi: Any = MPI
         world = MPI.COMM_WORLD
@@ -46,11 +47,17 @@ class MpiNetwork(PointToPoint):
                 "anything else initialises MPI"
             )
         place.store.set(f"mpi/{place.rank}", str(world.Get_rank()))
-        ranks = [int(place.store.get(f"mpi/{node}")) for node in range(place.size)]
+        deadline = time.monotonic() + place.timeout
+        try:
+            ranks = [
+                int(when_there(place.store, f"mpi/{node}", deadline)) for node in range(place.size)
+            ]
+        except TimeoutError as error:
+            raise ConnectionError(f"{place.labels[place.rank]} by MPI: {error}") from error
         if len(set(ranks)) < place.size:
             raise RuntimeError(
                 "the ranks are not of one MPI world: start them with mpiexec or srun, or use "
-                "network='gloo'"
+                "network='tcp'"
             )
         self._comm = world.Create_group(world.Get_group().Incl(ranks))
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)

@@ -6,26 +6,25 @@ sends and receives 2 (N - 1) / N of the tensor, as little as a ring does, in 2 r
 its 2 (N - 1). Narrow types come as float32 sums and are rounded once, before the second round; a
 ring or a tree rounds at each hop. Small tensors go whole to everyone: one round.
 
-What a ring or a tree has over this is that a node talks to few others. That counts from dozens of
-nodes on, which we have had no way to measure.
+What a ring or a tree has over this is that a node talks to few others. Up to 8 nodes neither is
+faster where packets take time; benchmarks/allreduce_algorithms.py measures them.
 """
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hfreduce import dtypes
 from hfreduce.network.base import Network, Place
+from hfreduce.network.sums import combine, finish
 
 # Up to here a round costs more than to send the whole to everyone. In bytes that a node sends.
 WHOLE_BYTES = 64 << 10
 _LINE = 64  # elements: slices start at whole cache lines
-_SAID = 2  # the lane of what is said before a call; tensors go in 0 and 1
+SAID = Network.lanes  # the lane of what is said before a call; tensors go in those below
 
 
 class PointToPoint(Network):
@@ -46,7 +45,7 @@ class PointToPoint(Network):
 
         Args:
             sends: A node and what it gets; contiguous and of one dimension.
-            receives: A node and where that goes which it sends.
+            receives: A node and where that goes which it sends, which may be less.
             lane: What is sent in one is received in the same.
 
         Raises:
@@ -54,15 +53,15 @@ class PointToPoint(Network):
             LatePeerError: A node did not come within the timeout.
         """
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def tell(self, frame: Tensor, room: int) -> list[Tensor]:
         """See `Network`."""
-        parts = [torch.empty_like(tensor) for _ in range(self.place.size)]
-        parts[self.place.rank] = tensor
+        frames = self._parts(torch.empty(0, dtype=torch.uint8), room, SAID)
         others = self._others()
         self.exchange(
-            [(node, tensor) for node in others], [(node, parts[node]) for node in others], _SAID
+            [(node, frame) for node in others], [(node, frames[node]) for node in others], SAID
         )
-        return parts
+        frames[self.place.rank] = frame
+        return frames
 
     def all_reduce(
         self, tensor: Tensor, op: str, lane: int = 0, *, out: Tensor, divisor: int = 1
@@ -72,7 +71,7 @@ class PointToPoint(Network):
             return
         if tensor.nbytes * (self.place.size - 1) <= WHOLE_BYTES:
             self._whole(tensor, op, lane)
-            _finish(tensor, out, divisor)
+            finish(tensor, out, divisor)
         else:
             self._by_slices(tensor, op, lane, out, divisor)
 
@@ -82,7 +81,7 @@ class PointToPoint(Network):
         self.exchange(
             [(node, tensor) for node in others], [(node, parts[node]) for node in others], lane
         )
-        self._combine(parts, tensor, op)
+        combine(parts, tensor, op)
 
     def _by_slices(self, tensor: Tensor, op: str, lane: int, out: Tensor, divisor: int) -> None:
         slices, results = cut(tensor, self.place.size), cut(out, self.place.size)
@@ -94,9 +93,9 @@ class PointToPoint(Network):
             [(node, parts[node]) for node in others],
             lane,
         )
-        self._combine(parts, mine, op)
+        combine(parts, mine, op)
         result = results[self.place.rank]
-        _finish(mine, result, divisor)
+        finish(mine, result, divisor)
         self.exchange(
             [(node, result) for node in others], [(node, results[node]) for node in others], lane
         )
@@ -119,34 +118,6 @@ class PointToPoint(Network):
         ]
         parts[self.place.rank] = own
         return parts
-
-    def _combine(self, parts: Sequence[Tensor], out: Tensor, op: str) -> None:
-        from hfreduce import _engine
-
-        if not out.numel():
-            return
-        dtype, number = dtypes.check(out.dtype, op)
-        _engine.combine(
-            os.environ.get("HFREDUCE_INSTRUCTIONS", ""),
-            dtype,
-            number,
-            [part.data_ptr() for part in parts],
-            out.data_ptr(),
-            0,
-            out.numel(),
-        )
-
-
-def _finish(tensor: Tensor, out: Tensor, divisor: int) -> None:
-    """Divide, and round to the result's type."""
-    if divisor > 1:
-        tensor.div_(divisor)
-    if out.data_ptr() == tensor.data_ptr():
-        return
-    if out.dtype == torch.float8_e4m3fn:  # before torch 2.13 a conversion gives NaN beyond its end
-        end = torch.finfo(out.dtype).max
-        tensor.clamp_(-end, end)
-    out.copy_(tensor)
 
 
 def cut(tensor: Tensor, count: int) -> list[Tensor]:
