@@ -28,20 +28,6 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NOISE = {FP32: 3e-7, FP16: 3e-4, BF16: 2e-3}
 
 
-# With TF32 off the kernels run here although dispatch leaves that precision to torch.
-TF32 = [
-    pytest.param(
-        False,
-        marks=pytest.mark.xfail(
-            strict=False,
-            reason="not run on a GPU since torch's side is cuDNN's, to which it was compared by "
-            "scripts; should it pass, empty dispatch.UNCHECKED",
-        ),
-    ),
-    True,
-]
-
-
 @pytest.fixture(autouse=True)
 def _nothing_gives_up() -> Iterator[None]:
     """Whatever a test launches must have ended by itself."""
@@ -87,7 +73,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
         ("RNN", 500, 3, FP32, {}),
     ],
 )
-@pytest.mark.parametrize("tf32", TF32)
+@pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.usefixtures("every_size_is_ours")
 def test_errors_are_at_most_one_and_a_half_times_torchs(
     kind: str, hidden: int, batch: int, dtype: torch.dtype, options: dict[str, Any], tf32: bool
@@ -99,7 +85,7 @@ def test_errors_are_at_most_one_and_a_half_times_torchs(
     assert_as_accurate(ours, torchs, double, x, tf32)
 
 
-@pytest.mark.parametrize("tf32", TF32)
+@pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.usefixtures("every_size_is_ours")
 def test_relus_errors_are_at_most_one_and_a_half_times_torchs(tf32: bool) -> None:
     ours, torchs, double = layers("RNN", 401, FP32, nonlinearity="relu", bias=False)

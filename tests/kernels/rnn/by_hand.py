@@ -38,15 +38,15 @@ def forward(
     hidden, cell, batch = plan.hidden, plan.cell, steps.batch
     y = _poisoned(gates, steps.rows, plan.directions * hidden)
     hn, cn = (_poisoned(gates, plan.directions, batch, hidden) for _ in range(2))
-    exchange = _poisoned(gates, plan.directions, steps.steps + 1, batch, plan.width)
-    exchange[..., hidden:] = 0
+    states = _poisoned(gates, plan.directions, steps.steps + 1, batch, plan.width)
+    states[..., hidden:] = 0
     cells = _poisoned(gates, plan.directions, steps.rows, hidden)
     for d in range(plan.directions):
         h, c = (
             gates.new_zeros(batch, hidden).double() if state is None else state[d].double()
             for state in (h0, c0)
         )
-        exchange[d, steps.steps if d else 0, :, :hidden] = h
+        states[d, steps.steps if d else 0, :, :hidden] = h
         b_ih, b_hh = (b.double() for b in biases[d]) if biases else (0.0, 0.0)
         for t, rows in _in_order(steps, reverse=d == 1):
             count = rows.stop - rows.start
@@ -61,10 +61,10 @@ def forward(
                 gates[d, rows, : cell.kept * hidden] = kept.to(dtype)
             cells[d, rows] = c[:count].to(dtype)
             y[rows, d * hidden : (d + 1) * hidden] = h[:count].to(dtype)
-            exchange[d, t if d else t + 1, :, :hidden] = h.to(dtype)
+            states[d, t if d else t + 1, :, :hidden] = h.to(dtype)
         hn[d], cn[d] = h, c
     lstm = cell.has_c
-    return Forward(y, hn, cn if lstm else None, exchange, cells if lstm and save else None)
+    return Forward(y, hn, cn if lstm else None, states if save else None, cells if lstm and save else None)
 
 
 def backward(
@@ -72,7 +72,7 @@ def backward(
     steps: Steps,
     kept: Tensor,
     cells: Tensor | None,
-    exchange: Tensor,
+    states: Tensor,
     weights: Sequence[Tensor],
     c0: Tensor | None,
     dy: Tensor | None,
@@ -84,7 +84,7 @@ def backward(
         configuration,
         steps,
         kept,
-        exchange,
+        states,
         *weights,
         *(t for t in (dy, dhn, dcn) if t is not None),
     )
@@ -100,7 +100,7 @@ def backward(
         weight = weights[d].double()
         for t, rows in _in_order(steps, reverse=d == 0):
             count = rows.stop - rows.start
-            slots = exchange[d, :, :count, :hidden].double()
+            slots = states[d, :, :count, :hidden].double()
             before, after = (slots[t + 1], slots[t]) if d else (slots[t], slots[t + 1])
             here = dh[:count]
             if dy is not None:
@@ -139,8 +139,7 @@ def backward(
 
 @pytest.fixture
 def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let calls take the kernels' path that are too small to gain by it, or not checked."""
-    monkeypatch.setattr(dispatch, "UNCHECKED", frozenset())
+    """Let calls take the kernels' path that are too small to gain by it, or too large."""
     monkeypatch.setattr(dispatch, "MOST_SEQUENCES", 1 << 16)
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))

@@ -120,7 +120,7 @@ def _check(call: _Call, *, grads: str = "dy dhn dcn") -> None:
     kept = plan.cell.kept * plan.hidden if plan.cell.gates > 1 else 0
     made, gates = call.forward(launch.forward)
     expected, expected_gates = call.forward(by_hand.forward)
-    for name in ("y", "hn", "cn", "exchange", "cells"):
+    for name in ("y", "hn", "cn", "states", "cells"):
         _assert_same(getattr(made, name), getattr(expected, name), tolerance)
     _assert_same(gates[..., :kept], expected_gates[..., :kept], tolerance)
 
@@ -133,7 +133,7 @@ def _check(call: _Call, *, grads: str = "dy dhn dcn") -> None:
         for name, tensor in like.items()
     ]
     arguments = (
-        expected_gates, expected.cells, expected.exchange, call.weights, call.c0, *given
+        expected_gates, expected.cells, expected.states, call.weights, call.c0, *given
     )  # fmt: skip
     ours = launch.backward(call.configuration, call.steps, *arguments)
     theirs = by_hand.backward(call.configuration, call.steps, *arguments)
@@ -226,6 +226,50 @@ def test_infinite_values_of_relu_pass() -> None:
     assert made.y.view(2, 2, 20)[:, 1].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "options"),
+    [(FP32, TF32, {}), (BF16, HALF, {}), (FP32, SPLIT, {}), (FP32, SPLIT, {"wide_rest": True})],
+)
+def test_an_infinite_state_is_no_nan_elsewhere(
+    dtype: torch.dtype, precision: Precision, options: dict[str, Any]
+) -> None:
+    call = _call(_plan(LSTM, 9, precision, **options), dtype, steps=3, batch=2)
+    assert call.h0 is not None
+    call.h0[0, 0, 2] = float("inf")
+    made, _ = call.forward(launch.forward)
+    expected, _ = call.forward(by_hand.forward)
+    assert expected.y.isfinite().all()
+    _assert_same(made.y, expected.y, TOLERANCES[dtype, precision])
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(FP32, TF32), (FP32, SPLIT), (FP16, HALF)])
+@pytest.mark.parametrize("scale", [1e-2, 1e-5])
+def test_small_values_keep_their_digits(
+    dtype: torch.dtype, precision: Precision, scale: float
+) -> None:
+    call = _call(_plan(TANH, 9, precision), dtype, steps=1, batch=2, bias=False, states=False)
+    call.gates.mul_(scale)
+    made, _ = call.forward(launch.forward)
+    expected, _ = call.forward(by_hand.forward)
+    error = (made.y.double() - expected.y.double()).norm() / expected.y.double().norm()
+    assert error <= {FP32: 1e-5, FP16: 5e-3}[dtype]
+
+
+@pytest.mark.parametrize("size", [3e3, 3e4])
+def test_large_gradients_in_half_precision_stay_finite(size: float) -> None:
+    plan = _plan(TANH, 16, HALF, columns=8, short_messages=True)
+    call = _call(plan, FP16, steps=2, batch=3, bias=False, states=False)
+    call.gates.mul_(1e-3)
+    call.weights[0].copy_(torch.eye(16))
+    made, gates = call.forward(by_hand.forward)
+    dy = torch.zeros_like(made.y)
+    dy[3:] = size  # the last step's
+    arguments = (gates, made.cells, made.states, call.weights, call.c0, dy, None, None)
+    ours = launch.backward(call.configuration, call.steps, *arguments)
+    theirs = by_hand.backward(call.configuration, call.steps, *arguments)
+    _assert_same(ours[1] / size, theirs[1] / size, 4e-3)
+
+
 def test_a_block_that_never_answers_ends_every_wait_and_is_reported(
     status_word: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +309,7 @@ def test_random_plans(seed: int) -> None:
     lengths = sorted((one_of(list(range(1, steps + 1))) for _ in range(batch)), reverse=True)
     plan = _plan(
         cell, one_of([1, 7, 8, 33, 64, 70]), precision,
-        directions=one_of([1, 2]), units=one_of([8, 16]), tiles=one_of([1, 2]),
+        directions=one_of([1, 2]), units=one_of([8, 16]), tiles=one_of([1, 2, 4]),
         columns=4 if precision is SPLIT else one_of([4, 8]),
         forward_warps=one_of([8, 16]), backward_warps=one_of([8, 16]),
         wide_rest=one_of([True, False]),

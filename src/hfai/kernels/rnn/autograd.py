@@ -50,9 +50,9 @@ class Layer(Function):
         has_bias: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run the layer and save the gates, the cells' states and the exchanged h."""
+        """Run the layer and save the gates, the cells' states and h."""
         made, gates = run(configuration, sequences, x, h0, c0, has_bias, weights, True)
-        ctx.save_for_backward(x, h0, c0, gates, made.cells, made.exchange, *weights)
+        ctx.save_for_backward(x, h0, c0, gates, made.cells, made.states, *weights)
         ctx.constants = (configuration, sequences, has_bias)
         ctx.set_materialize_grads(False)
         return (made.y, made.hn) if made.cn is None else (made.y, made.hn, made.cn)
@@ -60,14 +60,14 @@ class Layer(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the layer backwards, by torch's own operators where this pass is itself watched."""
-        x, h0, c0, gates, cells, exchange, *weights = ctx.saved_tensors
+        x, h0, c0, gates, cells, states, *weights = ctx.saved_tensors
         configuration, sequences, has_bias = ctx.constants
         needed = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:])
         if torch.is_grad_enabled() or why_watched():
             inputs = (x, h0, c0, *weights)
             found = _watched_backward(configuration, sequences, has_bias, inputs, gradients, needed)
         else:
-            saved = (x, c0, gates, cells, exchange)
+            saved = (x, c0, gates, cells, states)
             found = _backward(configuration, sequences, has_bias, saved, weights, gradients, needed)
         return (*found[:3], None, None, None, *found[3:])
 
@@ -136,7 +136,7 @@ def _backward(
     gradients: tuple[Tensor | None, ...],
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    x, c0, gates, cells, exchange = saved
+    x, c0, gates, cells, states = saved
     plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     dy, dhn, dcn = (
         None if gradient is None else dense(gradient) for gradient in (*gradients, None, None)[:3]
@@ -147,7 +147,7 @@ def _backward(
         sequences.steps,
         gates,
         cells,
-        exchange,
+        states,
         [w_hh for _, w_hh, *_ in each],
         c0,
         dy,
@@ -176,7 +176,7 @@ def _backward(
             product(of_input.t(), inputs.whole, dw_ih, tf32)
             dw_ih = _in_order_of_weight(plan.cell, dw_ih)
         if need[1]:
-            before = exchange[direction, 1:] if direction else exchange[direction, :steps]
+            before = states[direction, 1:] if direction else states[direction, :steps]
             before = before.reshape(-1, plan.width)
             if sequences.rows_of_steps is not None:
                 before = before[sequences.rows_of_steps]

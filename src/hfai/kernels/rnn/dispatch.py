@@ -26,11 +26,6 @@ MOST_TILES = 4
 # 256 and GRU 256 ran at 1.1 to 1.4 times torch's speed with 64 sequences, at 0.6 to 0.9 with 128.
 MOST_SEQUENCES = 64
 
-# Torch's whatever the size, until tests/gpu/nn/test_rnn.py has passed with it. Its errors were
-# measured below cuDNN's, but a tenth above 1.5 times those of torch with cuDNN switched off, which
-# is what that test compared with unawares (docs/kernels/rnn.md). Empty this to turn it on.
-UNCHECKED = frozenset({Precision.SPLIT})
-
 # Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
 # being sent: forward waits so many cycles first. With fewer blocks that gains nothing.
 LOOK_AFTER = 600
@@ -105,8 +100,6 @@ def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
 
 def why_left_to_torch(plan: Plan, batch: int, steps: int, limits: DeviceLimits) -> str | None:
     """Return why a call is left to torch, or None where our kernels are faster."""
-    if plan.precision in UNCHECKED:
-        return "in fp32's own precision (TF32 off) the kernels' errors are not checked on a GPU yet"
     if steps < FEWEST_STEPS:
         return f"{steps} steps are too few to pay for loading the weights"
     if plan.hidden < FEWEST_UNITS[plan.cell]:

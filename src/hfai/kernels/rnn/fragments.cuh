@@ -9,7 +9,8 @@
 //   SPLIT fp32's accuracy on tensor cores: the left operand is kept as TF32 and the rest (as TF32
 //         too if WIDE_REST, else in bf16, which takes half the registers and leaves an error of
 //         some 1.5e-7 in each weight), the right one as its high part in columns 0..3 and the rest
-//         in columns 4..7. A tile thus has four columns of results, each the sum of two.
+//         in columns 4..7, apart already when they are exchanged. A tile thus has four columns of
+//         results, each the sum of two.
 //   HALF  T is a half-precision type, products are exact, sums are fp32.
 
 constexpr int TF32 = 0, SPLIT = 1, HALF = 2;
@@ -29,34 +30,52 @@ __device__ __forceinline__ u32 side_by_side<float>(float, float) {
   return 0;
 }
 
-// One chunk of the right operand, a lane's share: its own words and, for a rest in bf16, pairs.
+// Columns of the right operand that a tile of COLUMNS sequences makes.
+constexpr int SENT_COLUMNS = PRECISION == SPLIT ? 2 * COLUMNS : COLUMNS;
+
+// Rests have nothing to do with infinite values, whose products are complete without them: infinity
+// less infinity, and infinity times a rest of the other sign, would make a NaN of them.
+__device__ __forceinline__ float finite_or_zero(float value) {
+  return fabsf(value) <= 3.402823466e38f ? value : 0.0f;
+}
+// What rounding has left of a value. Two minima and maxima and no comparison: with one, the compiler
+// reads all weights before it splits the first, and has no registers for them.
+__device__ __forceinline__ float bounded(float value) {
+  return fminf(fmaxf(value, -3.402823466e38f), 3.402823466e38f);
+}
+__device__ __forceinline__ float rest_of(float value, float rounded) {
+  return bounded(value) - bounded(rounded);
+}
+
+// What of a value the products take, and what goes to the column COLUMNS further on where that is not
+// all of it. Rounding is up to whoever made a value, once, and not to all who multiply it.
+__device__ __forceinline__ float for_products(float value) {
+  return PRECISION == HALF ? value : __uint_as_float(round_to_tf32(value));
+}
+__device__ __forceinline__ float rest_for_products(float value) {
+  return __uint_as_float(round_to_tf32(rest_of(value, for_products(value))));
+}
+
+// One chunk of the right operand, a lane's share: its words as they were exchanged and, for the
+// product with the rest of the left one, those that are finite, for a rest in bf16 as pairs.
 struct RightOperand {
   u32 word[4];
-  u32 pair[2];
+  u32 for_rest[4];
 
   RightOperand() = default;
-  // Takes the chunk's values as they were exchanged.
   __device__ __forceinline__ explicit RightOperand(const u32 (&value)[4]) {
-    const bool upper = threadIdx.x % 32 >= 16;  // columns 4..7
+    float finite[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       word[i] = value[i];
-      if constexpr (PRECISION == SPLIT) {
-        const float whole = __uint_as_float(value[i]);
-        word[i] = round_to_tf32(whole);
-        if (upper) word[i] = round_to_tf32(whole - __uint_as_float(word[i]));
-      }
+      if constexpr (PRECISION == SPLIT)
+        finite[i] = finite_or_zero(__uint_as_float(value[i]));
+      if constexpr (PRECISION == SPLIT && WIDE_REST) for_rest[i] = __float_as_uint(finite[i]);
     }
-    if constexpr (PRECISION == SPLIT && !WIDE_REST) {
+    if constexpr (PRECISION == SPLIT && !WIDE_REST)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float first = __uint_as_float(value[2 * i]), second = __uint_as_float(value[2 * i + 1]);
-        pair[i] = pack_pair<BFloat16>(first, second);
-        if (upper)
-          pair[i] = pack_pair<BFloat16>(first - __uint_as_float(pair[i] << 16),
-                                        second - __uint_as_float(pair[i] & 0xffff0000u));
-      }
-    }
+      for (int i = 0; i < 2; ++i)
+        for_rest[i] = pack_pair<BFloat16>(finite[2 * i], finite[2 * i + 1]);
   }
 };
 
@@ -104,10 +123,10 @@ struct Fragment {
       multiply_half<T>(sum, high[c] + 4, right.word[2], right.word[3]);
     } else {
       if constexpr (PRECISION == SPLIT && WIDE_REST) {  // small numbers first
-        multiply_tf32(sum, low[c], right.word[0], right.word[1]);
-        multiply_tf32(sum, low[c] + 4, right.word[2], right.word[3]);
+        multiply_tf32(sum, low[c], right.for_rest[0], right.for_rest[1]);
+        multiply_tf32(sum, low[c] + 4, right.for_rest[2], right.for_rest[3]);
       } else if constexpr (PRECISION == SPLIT) {
-        multiply_half<BFloat16>(sum, low[c], right.pair[0], right.pair[1]);
+        multiply_half<BFloat16>(sum, low[c], right.for_rest[0], right.for_rest[1]);
       }
       multiply_tf32(sum, high[c], right.word[0], right.word[1]);
       multiply_tf32(sum, high[c] + 4, right.word[2], right.word[3]);
@@ -116,11 +135,6 @@ struct Fragment {
 
  private:
   static __device__ __forceinline__ float rest(float value) {
-    return value - __uint_as_float(round_to_tf32(value));
+    return rest_of(value, __uint_as_float(round_to_tf32(value)));
   }
 };
-
-// What is exchanged in TF32 mode is rounded once by whoever made it.
-__device__ __forceinline__ float as_exchanged(float value) {
-  return PRECISION == TF32 ? __uint_as_float(round_to_tf32(value)) : value;
-}

@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Elements of one sequence's h in the exchanged buffer."""
+        """Elements of a row of h: all blocks' units."""
         return self.blocks * self.units
 
     @property
@@ -99,8 +99,13 @@ class Plan:
 
     @property
     def cells(self) -> int:
-        """Floats of one message between two blocks in backward."""
-        return self.units * self.sequences
+        """Cells of one tile in a block: values of one message between two blocks in backward."""
+        return self.units * self.columns
+
+    @property
+    def sent_columns(self) -> int:
+        """Columns of the right operand that a tile makes: SPLIT has each value in two parts."""
+        return 2 * self.columns if self.precision == Precision.SPLIT else self.columns
 
     @property
     def row_tiles(self) -> int:
@@ -113,13 +118,19 @@ class Plan:
 
     def mailbox_floats(self, groups: int) -> int:
         """Return the size of backward's `mailbox` for so many groups, in words of 4 bytes."""
-        return 2 * groups * self.blocks**2 * self.cells // (2 if self.short_messages else 1)
+        values = 2 * groups * self.tiles * self.blocks**2 * self.cells
+        return values // (2 if self.short_messages else 1)
+
+    def exchange_elements(self, steps: int, batch: int) -> int:
+        """Return the size of forward's `exchange`."""
+        tiles = -(-batch // self.columns)
+        return self.directions * (steps + 1) * tiles * self.sent_columns * self.width
 
     @property
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of forward.cu."""
         rows = 16 * self.row_tiles + 4
-        return 4 * 2 * self.tiles * self.forward_warps * 8 * rows
+        return 4 * 2 * self.forward_warps * 8 * rows
 
     @property
     def backward_shared_bytes(self) -> int:
@@ -128,7 +139,7 @@ class Plan:
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
-        return 4 * (partials * self.cells + self.sequences * pitch)
+        return 4 * (partials * self.cells + self.sent_columns * pitch)
 
     @property
     def forward_registers(self) -> int:
@@ -137,10 +148,11 @@ class Plan:
         chunks = -(-self.width // (self._chunk * self.forward_warps))
         share = 4 if self.cell.gates > 1 else 1
         items = -(-self.cells * share // (32 * self.forward_warps))
-        loads = self.forward_at_once * min(self.tiles, 2)
-        return (
-            m_tiles * chunks * self._fragment_registers + 4 * loads + 8 * m_tiles + 5 * items + 24
-        )
+        buffers = 1 if self.precision == Precision.SPLIT else 2
+        loads = min(chunks, buffers * self.forward_at_once)
+        carried = 2 * self.tiles * items
+        weights = m_tiles * chunks * self._fragment_registers
+        return weights + 4 * loads + 8 * m_tiles + carried + 3 * items + 24
 
     @property
     def backward_registers(self) -> int:
@@ -148,7 +160,7 @@ class Plan:
         m_tiles = -(-self.width // (16 * self.backward_warps))
         items = -(-self.cells // (32 * self.backward_warps))
         weights = m_tiles * self._backward_chunks * self._fragment_registers
-        return weights + 16 + (self.cell.kept + 5) * items + 28
+        return weights + 16 + (self.cell.kept + 3 + 2 * self.tiles) * items + 28
 
     @property
     def forward_at_once(self) -> int:
