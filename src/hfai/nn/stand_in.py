@@ -6,8 +6,11 @@ one node each, by the module they live in. A class of ours is neither, so its la
 
 from __future__ import annotations
 
+import sys
 from typing import Any, TypeVar
 
+import torch
+import torch.fx
 from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -25,11 +28,41 @@ def as_leaf(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
 
     Args:
         module: the layer.
-        *arguments: of the call, a proxy first; a None at their end is left out.
+        *arguments: of the call, a proxy among them (`traced`); a None at their end is left out.
         **keywords: of the call.
     """
     if arguments[-1] is None:
         arguments = arguments[:-1]
-    tracer = arguments[0].tracer
+    proxy = traced(*arguments)
+    assert proxy is not None
+    tracer: Any = proxy.tracer
     path = tracer.path_of_module(module)
     return tracer.create_proxy("call_module", path, arguments, keywords)
+
+
+def traced(*arguments: Any) -> torch.fx.Proxy | None:
+    """Return the first of torch.fx's proxies among a call's arguments and their members."""
+    for argument in arguments:
+        if isinstance(argument, torch.fx.Proxy):
+            return argument
+        if isinstance(argument, (tuple, list)):
+            proxy = traced(*argument)
+            if proxy is not None:
+                return proxy
+    return None
+
+
+_eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def is_compiling() -> bool:
+    """Return whether torch.compile is at work, be it on frames that this one calls or backward.
+
+    Dynamo skips the frame of a recurrent layer's forward, and compiles the functions called from it
+    one by one: there `torch.compiler.is_compiling` says no. Compiled autograd traces what nodes do.
+    """
+    # Asked first: while dynamo reads this very code, the other questions have no meaning.
+    if torch.compiler.is_compiling() or _eval_frame_callback() not in (None, False):
+        return True
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))

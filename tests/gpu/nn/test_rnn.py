@@ -54,7 +54,7 @@ def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 def is_ours(layer: nn.Module, x: Tensor) -> bool:
     y = layer(x)[0]
-    return "LayerBackward" in str(y.grad_fn.next_functions)
+    return type(y.grad_fn).__name__ == "LayerBackward"
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hfai.kernels import coverage, jit
-from hfai.kernels.rnn import call, dispatch, launch, status
+from hfai.kernels.rnn import autograd, call, dispatch, launch, status
 from hfai.kernels.rnn.launch import Forward, Steps
 from hfai.kernels.rnn.plan import Cell
-from hfai.kernels.rnn.programs import Configuration
+from hfai.kernels.rnn.programs import Configuration, refused
 from tests.kernels.compiled import DEVICES
 
 
@@ -36,7 +36,9 @@ def forward(
     _check(configuration, steps, gates, *weights, *(b for pair in biases or () for b in pair))
     plan, dtype = configuration.plan, configuration.dtype
     hidden, cell, batch = plan.hidden, plan.cell, steps.batch
-    y = _poisoned(gates, steps.rows, plan.directions * hidden)
+    shape = (steps.rows,) if steps.lengths is not None else (steps.steps, batch)
+    whole_y = _poisoned(gates, *shape, plan.directions * hidden)
+    y = whole_y.detach().view(steps.rows, -1)
     hn, cn = (_poisoned(gates, plan.directions, batch, hidden) for _ in range(2))
     states = _poisoned(gates, plan.directions, steps.steps + 1, batch, plan.width)
     states[..., hidden:] = 0
@@ -64,7 +66,13 @@ def forward(
             states[d, t if d else t + 1, :, :hidden] = h.to(dtype)
         hn[d], cn[d] = h, c
     lstm = cell.has_c
-    return Forward(y, hn, cn if lstm else None, states if save else None, cells if lstm and save else None)
+    return Forward(
+        whole_y,
+        hn,
+        cn if lstm else None,
+        states if save else None,
+        cells if lstm and save else None,
+    )
 
 
 def backward(
@@ -91,6 +99,7 @@ def backward(
     plan = configuration.plan
     hidden, cell, batch = plan.hidden, plan.cell, steps.batch
     dgates = torch.full_like(kept, math.nan)
+    dy = None if dy is None else dy.view(steps.rows, -1)
     dh0, dc0 = (_poisoned(kept, plan.directions, batch, hidden) for _ in range(2))
     for d in range(plan.directions):
         dh, dc = (
@@ -167,12 +176,15 @@ def kernels_on_cpu(
 
     def why_not_plain(tensor: Tensor) -> str | None:
         reason = coverage.why_not_plain(tensor)
-        return None if reason is not None and "on cpu" in reason else reason
+        on_cpu = reason is not None and "on cpu" in reason
+        return None if on_cpu and torch._C._has_storage(tensor) else reason
 
     monkeypatch.setattr(launch, "forward", counted("forward", forward))
     monkeypatch.setattr(launch, "backward", counted("backward", backward))
+    monkeypatch.setattr(Configuration, "refuses", lambda self: refused.get(self))
     monkeypatch.setattr(call, "is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(call, "why_not_plain", why_not_plain)
+    for module in (call, autograd):
+        monkeypatch.setattr(module, "why_not_plain", why_not_plain)
     monkeypatch.setattr(call, "current_device", lambda: -1)
     monkeypatch.setattr(call, "allows_tf32", lambda: False)
     monkeypatch.setattr(jit, "why_unavailable", lambda device=None: None)

@@ -38,7 +38,7 @@ class Forward:
     """What the forward kernel makes; `states` and `cells` are for backward alone."""
 
     y: Tensor
-    """[rows, directions * hidden]."""
+    """[steps, batch, directions * hidden], or of packed sequences [rows, directions * hidden]."""
     hn: Tensor
     """[directions, batch, hidden]."""
     cn: Tensor | None
@@ -76,7 +76,9 @@ def forward(
     lstm = plan.cell.has_c
     words = plan.exchange_elements(steps.steps, steps.batch) * dtype.itemsize // 4
     exchange = torch.full((words,), -1, dtype=torch.int32, device=device)
-    y = gates.new_empty(steps.rows, directions * hidden)
+    # In the shape in which it is returned: a view made without gradients may not be changed later.
+    rows = (steps.rows,) if steps.lengths is not None else (steps.steps, steps.batch)
+    y = gates.new_empty(*rows, directions * hidden)
     hn = gates.new_empty(directions, steps.batch, hidden)
     cn = torch.empty_like(hn) if lstm else None
     cells = gates.new_empty(directions, steps.rows, hidden) if lstm and save else None

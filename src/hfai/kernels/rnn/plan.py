@@ -29,12 +29,12 @@ class Cell(enum.IntEnum):
     @property
     def gates(self) -> int:
         """Rows of the weights for each hidden unit."""
-        return (4, 3, 1, 1)[self]
+        return (4, 3, 1, 1)[self.value]
 
     @property
     def kept(self) -> int:
         """Values for each hidden unit and step in the gates' buffer; at least `gates`."""
-        return (4, 4, 1, 1)[self]
+        return (4, 4, 1, 1)[self.value]
 
     @property
     def has_c(self) -> bool:
