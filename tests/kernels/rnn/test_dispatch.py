@@ -65,6 +65,17 @@ def test_weights_that_do_not_fit_have_no_plan() -> None:
     assert dispatch.choose(Cell.LSTM, 2048, 1, 4, Precision.TF32, HOPPER) is None
 
 
+def test_what_has_no_registers_stays_in_shared_memory() -> None:
+    for hidden, precision in ((1150, Precision.TF32), (2048, Precision.HALF)):
+        plan = dispatch.choose(Cell.LSTM, hidden, 1, 4, precision, HOPPER)
+        assert plan is not None
+        assert plan.forward_in_shared > 0
+        assert plan.backward_in_shared > 0
+    plan = dispatch.choose(Cell.LSTM, 985, 1, 4, Precision.TF32, HOPPER)
+    assert plan is not None
+    assert plan.forward_in_shared == plan.backward_in_shared == 0
+
+
 def _why(hidden: int, batch: int, steps: int) -> str:
     plan: Plan | None = dispatch.choose(Cell.LSTM, hidden, 1, batch, Precision.TF32, HOPPER)
     assert plan is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfai.kernels.rnn import launch, programs, status
 from hfai.kernels.rnn.launch import Steps
-from hfai.kernels.rnn.plan import Cell, Plan, Precision
+from hfai.kernels.rnn.plan import MOST_REGISTERS, Cell, Plan, Precision
 from hfai.kernels.rnn.programs import Configuration, Program
 from tests.kernels.rnn import by_hand
 from tests.kernels.rnn.emulated import COMPILER, Emulated, emulated
@@ -181,6 +181,26 @@ def test_every_precision_tile_and_block_size(
 ) -> None:
     plan = _plan(cell, 37, precision, **options)
     _check(_call(plan, dtype, steps=3, batch=9))
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype", "precision", "options"),
+    [
+        (LSTM, FP32, TF32, {"columns": 8, "tiles": 2, "units": 16}),
+        (GRU, BF16, HALF, {"columns": 8, "short_messages": True}),
+        (LSTM, FP32, SPLIT, {}),
+        (LSTM, FP32, SPLIT, {"wide_rest": True}),
+    ],
+)
+def test_a_matrix_partly_in_shared_memory(
+    cell: Cell, dtype: torch.dtype, precision: Precision, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(MOST_REGISTERS, 8, 60)  # too few for all of it
+    plan = _plan(cell, 70, precision, **options)
+    assert 0 < plan.forward_in_shared
+    assert 0 < plan.backward_in_shared
+    _check(_call(plan, dtype, steps=2, batch=9))
 
 
 def test_without_bias_states_and_some_gradients() -> None:

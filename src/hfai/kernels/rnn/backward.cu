@@ -47,7 +47,8 @@ struct Shared {
   float partial[PARTIALS][CELLS];
   u32 dgates[SENT_COLUMNS][DGATES_PITCH];
 };
-extern __shared__ float memory[];
+static_assert(sizeof(Shared) % 16 == 0, "the matrix's part begins on a vector");
+extern __shared__ float memory[];  // Shared, and then the matrix's part
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_rnn_backward(const T* kept, const T* cells, const T* c0, const T* states, const T* dy,
@@ -72,14 +73,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const i64 state_base = direction * batch * HIDDEN;
   Patience patience(status);
 
-  Fragment<CHUNKS> fragment[M_TILES];
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-    fragment[m].load([&](int r, int k) {
-      const int to = (warp * M_TILES + m) * 16 + r, unit = block * UNITS + k / GATES;
-      if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
-      return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
-    });
+  Matrix<M_TILES, CHUNKS> matrix(&shared + 1);
+  matrix.load([&](int row, int k) {
+    const int to = warp * M_TILES * 16 + row, unit = block * UNITS + k / GATES;
+    if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
+    return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
+  });
   for (int i = threadIdx.x; i < SENT_COLUMNS * DGATES_PITCH; i += THREADS)
     shared.dgates[i / DGATES_PITCH][i % DGATES_PITCH] = 0;
 
@@ -310,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int m = 0; m < M_TILES; ++m) {
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int k = 0; k < CHUNKS; ++k) fragment[m].multiply(sum, k, right[k]);
+        for (int k = 0; k < CHUNKS; ++k) matrix.multiply(sum, m, k, right[k]);
         if constexpr (PRECISION == SPLIT)
 #pragma unroll
           for (int i = 0; i < 4; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);

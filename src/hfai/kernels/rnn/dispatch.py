@@ -36,6 +36,9 @@ MANY_BLOCKS = 64
 EXCHANGE = 2.5
 TILE = 0.65
 SENT_BYTES = 1.7e6
+# Of one fragment for 16 rows that every warp reads from shared memory, by its size and the 128 bytes a
+# cycle of a multiprocessor; not measured.
+READ_FROM_SHARED = 0.04
 
 
 @functools.cache
@@ -90,7 +93,8 @@ def _plans(
 def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:
     groups, waves = plan.groups(batch), _waves(plan, batch, limits)
     sent = 2 * plan.mailbox_floats(groups)  # bytes a step: half of the floats, 4 bytes each
-    return waves * (EXCHANGE + TILE * plan.tiles * plan.row_tiles) + sent / SENT_BYTES
+    read = READ_FROM_SHARED * (plan.forward_in_shared + plan.backward_in_shared)
+    return waves * (EXCHANGE + plan.tiles * (TILE * plan.row_tiles + read)) + sent / SENT_BYTES
 
 
 def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:

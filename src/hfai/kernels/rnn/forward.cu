@@ -2,7 +2,7 @@
 //
 // A group of BLOCKS blocks runs one direction for TILES * COLUMNS sequences of the batch; groups do
 // not talk to each other. A block owns UNITS hidden units and keeps their ROWS rows of the recurrent
-// matrix in registers, spread over the warps by the summed dimension. Tiles of COLUMNS sequences are
+// matrix in registers (and shared memory), spread over the warps by the summed dimension. Tiles of COLUMNS sequences are
 // recurrences of their own that take turns: while one tile's h travels, the block works on others.
 // In each step of a tile
 //   1. every warp waits for its stretch of h and multiplies it, for all rows;
@@ -42,7 +42,7 @@ static_assert(UNITS % VECTOR == 0, "a lane's vector is of one block");
 static_assert(THREADS % (UNITS * SHARE) == 0, "a thread's items are of one unit and gate");
 
 // Twice, since a warp may be a tile ahead of a thread that still adds up.
-extern __shared__ float sums[];  // [2][WARPS][8][ROW_PITCH]
+extern __shared__ float sums[];  // [2][WARPS][8][ROW_PITCH], and then the matrix's part
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_rnn_forward(T* gates, const T* weight_0, const T* weight_1, const T* bias_input_0,
@@ -68,15 +68,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   states += direction * (steps + 1) * batch * WIDTH;
   Patience patience(status);
 
-  Fragment<CHUNKS> fragment[M_TILES];
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-    fragment[m].load([&](int r, int k) {
-      const int row = m * 16 + r, column = warp * CHUNKS * CHUNK + k;
-      const int unit = block * UNITS + row / GATES;
-      if (row >= ROWS || unit >= HIDDEN || column >= HIDDEN) return from_float<T>(0.0f);
-      return weight[static_cast<i64>(row % GATES * HIDDEN + unit) * HIDDEN + column];
-    });
+  Matrix<M_TILES, CHUNKS> matrix(sums + 2 * WARPS * SUMS);
+  matrix.load([&](int row, int k) {
+    const int column = warp * CHUNKS * CHUNK + k, unit = block * UNITS + row / GATES;
+    if (row >= ROWS || unit >= HIDDEN || column >= HIDDEN) return from_float<T>(0.0f);
+    return weight[static_cast<i64>(row % GATES * HIDDEN + unit) * HIDDEN + column];
+  });
 
   // A thread's share of the cells. Item i of a tile is lane `gate` of unit `unit` for the tile's
   // sequence `column_of(i)`.
@@ -233,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           const RightOperand right(word[part % BUFFERS][k]);
 #pragma unroll
           for (int m = 0; m < M_TILES; ++m)
-            fragment[m].multiply(sum[m][k & 1], part * AT_ONCE + k, right);
+            matrix.multiply(sum[m][k & 1], m, part * AT_ONCE + k, right);
         }
         if (BUFFERS == 1 && part + 1 < PARTS) ask(slot_before(t), tile, part + 1);
       }

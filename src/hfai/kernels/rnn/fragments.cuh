@@ -79,62 +79,117 @@ struct RightOperand {
   }
 };
 
-// 16 rows by CHUNKS chunks of the left operand.
-template <int CHUNKS>
+// 16 rows by one chunk of the left operand: a lane's share.
 struct Fragment {
-  static constexpr int REST = PRECISION != SPLIT ? 1 : WIDE_REST ? 8 : 4;
-  u32 high[CHUNKS][8];
-  u32 low[PRECISION == SPLIT ? CHUNKS : 1][REST];
+  static constexpr int REST = PRECISION != SPLIT ? 0 : WIDE_REST ? 8 : 4;
+  static constexpr int VECTORS = (8 + REST) / 4;
+  u32 word[4 * VECTORS];  // 8 of the high part, then the rest's
 
-  // `element(row, k)` returns the matrix's values as T, zero outside of it; rows count from this
-  // tile's first, k from the first chunk's.
+  // `element(row, k)` returns the matrix's values as T, zero outside of it; both count from the
+  // fragment's first.
   template <class Element>
   __device__ __forceinline__ void load(const Element& element) {
     const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {  // product i / 4, register i % 4
-        const int r = row + 8 * (i % 2), word = i / 4 * 2 + i % 4 / 2;
-        const int k = c * CHUNK + quad * VECTOR + word * PER_WORD;
-        if constexpr (PRECISION == HALF) {
-          high[c][i] = side_by_side(element(r, k), element(r, k + 1));
-        } else {
-          high[c][i] = round_to_tf32(to_float(element(r, k)));
-          if constexpr (PRECISION == SPLIT && WIDE_REST)
-            low[c][i] = round_to_tf32(rest(to_float(element(r, k))));
-        }
+    for (int i = 0; i < 8; ++i) {  // product i / 4, register i % 4
+      const int r = row + 8 * (i % 2);
+      const int k = quad * VECTOR + (i / 4 * 2 + i % 4 / 2) * PER_WORD;
+      if constexpr (PRECISION == HALF) {
+        word[i] = side_by_side(element(r, k), element(r, k + 1));
+      } else {
+        word[i] = round_to_tf32(to_float(element(r, k)));
+        if constexpr (REST == 8) word[8 + i] = round_to_tf32(rest(to_float(element(r, k))));
       }
-      if constexpr (PRECISION == SPLIT && !WIDE_REST) {
+    }
+    if constexpr (REST == 4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // words 0 and 1, then 2 and 3
-          const int r = row + 8 * (i % 2), k = c * CHUNK + quad * VECTOR + i / 2 * 2;
-          low[c][i] =
-              pack_pair<BFloat16>(rest(to_float(element(r, k))), rest(to_float(element(r, k + 1))));
-        }
+      for (int i = 0; i < 4; ++i) {  // words 0 and 1, then 2 and 3
+        const int r = row + 8 * (i % 2), k = quad * VECTOR + i / 2 * 2;
+        word[8 + i] =
+            pack_pair<BFloat16>(rest(to_float(element(r, k))), rest(to_float(element(r, k + 1))));
       }
     }
   }
 
-  // Adds this tile's product with chunk `c` of the right operand.
-  __device__ __forceinline__ void multiply(float (&sum)[4], int c, const RightOperand& right) const {
+  // Adds the product with a chunk of the right operand.
+  __device__ __forceinline__ void multiply(float (&sum)[4], const RightOperand& right) const {
     if constexpr (PRECISION == HALF) {
-      multiply_half<T>(sum, high[c], right.word[0], right.word[1]);
-      multiply_half<T>(sum, high[c] + 4, right.word[2], right.word[3]);
+      multiply_half<T>(sum, word, right.word[0], right.word[1]);
+      multiply_half<T>(sum, word + 4, right.word[2], right.word[3]);
     } else {
-      if constexpr (PRECISION == SPLIT && WIDE_REST) {  // small numbers first
-        multiply_tf32(sum, low[c], right.for_rest[0], right.for_rest[1]);
-        multiply_tf32(sum, low[c] + 4, right.for_rest[2], right.for_rest[3]);
-      } else if constexpr (PRECISION == SPLIT) {
-        multiply_half<BFloat16>(sum, low[c], right.for_rest[0], right.for_rest[1]);
+      const u32* const low = word + (REST > 0 ? 8 : 0);
+      if constexpr (REST == 8) {  // small numbers first
+        multiply_tf32(sum, low, right.for_rest[0], right.for_rest[1]);
+        multiply_tf32(sum, low + REST / 2, right.for_rest[2], right.for_rest[3]);
+      } else if constexpr (REST == 4) {
+        multiply_half<BFloat16>(sum, low, right.for_rest[0], right.for_rest[1]);
       }
-      multiply_tf32(sum, high[c], right.word[0], right.word[1]);
-      multiply_tf32(sum, high[c] + 4, right.word[2], right.word[3]);
+      multiply_tf32(sum, word, right.word[0], right.word[1]);
+      multiply_tf32(sum, word + 4, right.word[2], right.word[3]);
     }
   }
 
  private:
   static __device__ __forceinline__ float rest(float value) {
     return rest_of(value, __uint_as_float(round_to_tf32(value)));
+  }
+};
+
+// M_TILES * 16 rows by CHUNKS chunks of the left operand, a warp's. The last IN_SHARED fragments are
+// in shared memory, each thread's where it alone reads them, [VECTORS][THREADS] a fragment.
+template <int M_TILES, int CHUNKS>
+struct Matrix {
+  static_assert(IN_SHARED <= M_TILES * CHUNKS, "no more fragments than there are");
+  static constexpr int RESIDENT = M_TILES * CHUNKS - IN_SHARED;
+  Fragment fragment[RESIDENT > 0 ? RESIDENT : 1];
+  uint4* shared;
+
+  __device__ explicit Matrix(void* shared) : shared(reinterpret_cast<uint4*>(shared) + threadIdx.x) {}
+
+  // `element(row, k)`: as of `Fragment`, from the matrix's first.
+  template <class Element>
+  __device__ __forceinline__ void load(const Element& element) {
+#pragma unroll
+    for (int i = 0; i < M_TILES * CHUNKS; ++i) {
+      auto of_fragment = [&](int r, int k) {
+        return element(i / CHUNKS * 16 + r, i % CHUNKS * CHUNK + k);
+      };
+      if (i < RESIDENT) {
+        fragment[i < RESIDENT ? i : 0].load(of_fragment);
+      } else {
+        Fragment loaded;
+        loaded.load(of_fragment);
+#pragma unroll
+        for (int v = 0; v < Fragment::VECTORS; ++v) {
+          const u32* word = loaded.word + 4 * v;
+          place(i, v) = uint4{word[0], word[1], word[2], word[3]};
+        }
+      }
+    }
+  }
+
+  // Adds the product of 16 rows, tile `m`, with chunk `c` of the right operand.
+  __device__ __forceinline__ void multiply(float (&sum)[4], int m, int c,
+                                           const RightOperand& right) const {
+    const int i = m * CHUNKS + c;
+    if (i < RESIDENT) {
+      fragment[i < RESIDENT ? i : 0].multiply(sum, right);
+    } else {
+      Fragment read;
+#pragma unroll
+      for (int v = 0; v < Fragment::VECTORS; ++v) {
+        const uint4 word = place(i, v);
+        read.word[4 * v] = word.x;
+        read.word[4 * v + 1] = word.y;
+        read.word[4 * v + 2] = word.z;
+        read.word[4 * v + 3] = word.w;
+      }
+      read.multiply(sum, right);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint4& place(int i, int v) const {
+    return shared[((i - RESIDENT) * Fragment::VECTORS + v) * 32 * WARPS];
   }
 };

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from hfai.kernels.jit import DeviceLimits
 
 SHARED_BYTES_RESERVED = 1024
+SPARE_REGISTERS = 24
+"""Left to the compiler where fragments have moved to shared memory: the estimates are tight."""
 MOST_REGISTERS = {8: 255, 16: 128}
 """Of a thread, by the warps of a block: a multiprocessor has 65 536."""
 
@@ -130,7 +132,8 @@ class Plan:
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of forward.cu."""
         rows = 16 * self.row_tiles + 4
-        return 4 * 2 * self.forward_warps * 8 * rows
+        sums = 4 * 2 * self.forward_warps * 8 * rows
+        return sums + self._fragment_bytes(self.forward_warps) * self.forward_in_shared
 
     @property
     def backward_shared_bytes(self) -> int:
@@ -139,34 +142,39 @@ class Plan:
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
-        return 4 * (partials * self.cells + self.sent_columns * pitch)
+        exchanged = 4 * (partials * self.cells + self.sent_columns * pitch)
+        return exchanged + self._fragment_bytes(self.backward_warps) * self.backward_in_shared
+
+    @property
+    def forward_in_shared(self) -> int:
+        """Fragments of a warp's share of the matrix in shared memory: what has no registers."""
+        return self._in_shared(
+            self._forward_fragments, self._forward_registers_beside, self.forward_warps
+        )
+
+    @property
+    def backward_in_shared(self) -> int:
+        """As `forward_in_shared`, of backward.cu."""
+        return self._in_shared(
+            self._backward_fragments, self._backward_registers_beside, self.backward_warps
+        )
 
     @property
     def forward_registers(self) -> int:
         """An estimate of forward.cu's registers a thread."""
-        m_tiles = self.row_tiles
-        chunks = -(-self.width // (self._chunk * self.forward_warps))
-        share = 4 if self.cell.gates > 1 else 1
-        items = -(-self.cells * share // (32 * self.forward_warps))
-        buffers = 1 if self.precision == Precision.SPLIT else 2
-        loads = min(chunks, buffers * self.forward_at_once)
-        carried = 2 * self.tiles * items
-        weights = m_tiles * chunks * self._fragment_registers
-        return weights + 4 * loads + 8 * m_tiles + carried + 3 * items + 24
+        resident = self._forward_fragments - self.forward_in_shared
+        return resident * self._fragment_registers + self._forward_registers_beside
 
     @property
     def backward_registers(self) -> int:
         """An estimate of backward.cu's registers a thread."""
-        m_tiles = -(-self.width // (16 * self.backward_warps))
-        items = -(-self.cells // (32 * self.backward_warps))
-        weights = m_tiles * self._backward_chunks * self._fragment_registers
-        return weights + 16 + (self.cell.kept + 3 + 2 * self.tiles) * items + 28
+        resident = self._backward_fragments - self.backward_in_shared
+        return resident * self._fragment_registers + self._backward_registers_beside
 
     @property
     def forward_at_once(self) -> int:
         """Chunks of h that a thread of forward.cu asks for before it looks at the first."""
-        chunks = -(-self.width // (self._chunk * self.forward_warps))
-        return min(chunks, self.most_at_once)
+        return min(self._forward_chunks, self.most_at_once)
 
     def fits(self, limits: DeviceLimits) -> bool:
         """Whether a group can run on such a device."""
@@ -199,6 +207,7 @@ class Plan:
                 if forward
                 else {"SHORT_MESSAGES": self.short_messages}
             ),
+            "IN_SHARED": self.forward_in_shared if forward else self.backward_in_shared,
             "WARPS": self.forward_warps if forward else self.backward_warps,
             "GATE_PITCH": self.gate_pitch,
         }
@@ -208,8 +217,47 @@ class Plan:
         return 32 if self.precision == Precision.HALF else 16
 
     @property
+    def _forward_chunks(self) -> int:
+        return -(-self.width // (self._chunk * self.forward_warps))
+
+    @property
     def _backward_chunks(self) -> int:
         return -(-self.cell.gates * self.units // self._chunk)
+
+    @property
+    def _forward_fragments(self) -> int:
+        return self.row_tiles * self._forward_chunks
+
+    @property
+    def _backward_fragments(self) -> int:
+        return -(-self.width // (16 * self.backward_warps)) * self._backward_chunks
+
+    @property
+    def _forward_registers_beside(self) -> int:
+        """What forward.cu needs beside the matrix."""
+        share = 4 if self.cell.gates > 1 else 1
+        items = -(-self.cells * share // (32 * self.forward_warps))
+        buffers = 1 if self.precision == Precision.SPLIT else 2
+        loads = min(self._forward_chunks, buffers * self.forward_at_once)
+        return 4 * loads + 8 * self.row_tiles + (3 + 2 * self.tiles) * items + 24
+
+    @property
+    def _backward_registers_beside(self) -> int:
+        """What backward.cu needs beside the matrix."""
+        items = -(-self.cells // (32 * self.backward_warps))
+        return 16 + (self.cell.kept + 3 + 2 * self.tiles) * items + 28
+
+    def _in_shared(self, fragments: int, beside: int, warps: int) -> int:
+        lacking = fragments * self._fragment_registers + beside - MOST_REGISTERS[warps]
+        if lacking <= 0:
+            return 0
+        # One that is read from there needs registers too, for a while.
+        spare = SPARE_REGISTERS + self._fragment_registers
+        return min(fragments, -(-(lacking + spare) // self._fragment_registers))
+
+    def _fragment_bytes(self, warps: int) -> int:
+        """Shared memory of one fragment of every warp."""
+        return 4 * self._fragment_registers * 32 * warps
 
     @property
     def _fragment_registers(self) -> int:
