@@ -170,7 +170,9 @@ def test_sequences_of_different_lengths(cell: Cell) -> None:
         (LSTM, FP32, TF32, {"columns": 8, "tiles": 2, "backward_warps": 16}),
         (LSTM, BF16, HALF, {"columns": 8, "tiles": 2, "forward_warps": 16}),
         (GRU, FP16, HALF, {"columns": 8, "directions": 2}),
-        (TANH, FP16, HALF, {"units": 16}),
+        (TANH, FP16, HALF, {"units": 16, "copies": 2}),
+        (LSTM, FP32, TF32, {"copies": 4}),
+        (GRU, FP32, SPLIT, {"copies": 4}),
         (LSTM, BF16, HALF, {"short_messages": True}),
         (GRU, FP16, HALF, {"columns": 8, "tiles": 2, "directions": 2, "short_messages": True}),
         (LSTM, FP32, SPLIT, {"units": 16}),
@@ -198,8 +200,8 @@ def test_a_matrix_partly_in_shared_memory(
 ) -> None:  # fmt: skip
     monkeypatch.setitem(MOST_REGISTERS, 8, 60)  # too few for all of it
     plan = _plan(cell, 70, precision, **options)
-    assert 0 < plan.forward_in_shared
-    assert 0 < plan.backward_in_shared
+    assert plan.forward_in_shared > 0
+    assert plan.backward_in_shared > 0
     _check(_call(plan, dtype, steps=2, batch=9))
 
 
@@ -332,6 +334,6 @@ def test_random_plans(seed: int) -> None:
         directions=one_of([1, 2]), units=one_of([8, 16]), tiles=one_of([1, 2, 4]),
         columns=4 if precision is SPLIT else one_of([4, 8]),
         forward_warps=one_of([8, 16]), backward_warps=one_of([8, 16]),
-        wide_rest=one_of([True, False]),
+        wide_rest=one_of([True, False]), copies=one_of([1, 2, 4]),
     )  # fmt: skip
     _check(_call(plan, dtype, lengths[0], batch, one_of([None, lengths])))

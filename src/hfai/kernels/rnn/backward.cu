@@ -174,58 +174,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return sum;
   };
 
+  auto time_of = [&](i64 step) { return direction ? step : steps - 1 - step; };
+  auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
+  auto is_active = [&](i64 t, int tile, int i) {
+    const int sequence = sequence_of(tile, i);
+    return has_item(i) && sequence < batch && unit_of(i) < HIDDEN &&
+           (!lengths || t < lengths[sequence]);
+  };
+  // What forward left of a tile's step for a thread's items, and the gradient of y.
+  struct Kept {
+    float value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
+  };
+  // Reads that, and asks for what a later step will read.
+  auto read = [&](i64 step, int tile, Kept& read) {
+    const i64 t = time_of(step), first_row = row_of(t);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int unit = unit_of(i), sequence = sequence_of(tile, i);
+      read.dh[i] = read.c_now[i] = read.before[i] = 0.0f;
+#pragma unroll
+      for (int g = 0; g < KEPT; ++g) read.value[i][g] = 0.0f;
+      if (!is_active(t, tile, i)) continue;
+      const i64 row = first_row + sequence;
+      if (!offsets && step + PREFETCHED + 1 < steps) {
+        const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
+        if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
+        if constexpr (KEPT > 1)
+#pragma unroll
+          for (int g = 0; g < KEPT; ++g) prefetch(kept + later * GATE_PITCH + g * HIDDEN + unit);
+        if constexpr (CELL == LSTM)
+          prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
+      }
+      if (dy) read.dh[i] = to_float(dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit]);
+      if constexpr (KEPT > 1)
+#pragma unroll
+        for (int g = 0; g < KEPT; ++g)
+          read.value[i][g] = to_float(kept[row * GATE_PITCH + g * HIDDEN + unit]);
+      if constexpr (CELL == LSTM) {
+        // The row before in time: packed sequences have one only where the step before does.
+        read.c_now[i] = to_float(cells[row * HIDDEN + unit]);
+        const bool first = direction ? t == steps - 1 || (lengths && t + 1 >= lengths[sequence])
+                                     : t == 0;
+        if (first) {
+          read.before[i] = c0 ? to_float(c0[state_base + sequence * HIDDEN + unit]) : 0.0f;
+        } else {
+          const i64 other_row = row_of(direction ? t + 1 : t - 1) + sequence;
+          read.before[i] = to_float(cells[other_row * HIDDEN + unit]);
+        }
+      } else {  // GRU: h before the step; RNN: h after it
+        const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
+        read.before[i] = to_float(states[(slot * batch + sequence) * WIDTH + unit]);
+      }
+    }
+  };
+
   u32 sent = 0;
+  Kept coming;  // the next tile's
+  if (TILES > 1 && steps > 0) read(0, 0, coming);
   for (i64 step = 0; step < steps; ++step) {
-    const i64 t = direction ? step : steps - 1 - step;
-    const i64 first_row = offsets ? offsets[t] : t * batch;
+    const i64 t = time_of(step), first_row = row_of(t);
 #pragma unroll 1  // code of one tile stays in the instruction cache
     for (int tile = 0; tile < TILES; ++tile) {
       if (tile >= tiles) break;
 
       // Asked for before the wait, needed after it.
-      float value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
+      Kept now;
+      if (TILES > 1)
+        now = coming;
+      else
+        read(step, tile, now);
+      auto& [value, dh, c_now, before] = now;
       bool active[ITEMS];
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i) {
-        const int unit = unit_of(i), sequence = sequence_of(tile, i);
-        active[i] = has_item(i) && sequence < batch && unit < HIDDEN &&
-                    (!lengths || t < lengths[sequence]);
-        dh[i] = c_now[i] = before[i] = 0.0f;
-#pragma unroll
-        for (int g = 0; g < KEPT; ++g) value[i][g] = 0.0f;
-        if (!active[i]) continue;
-        const i64 row = first_row + sequence;
-        if (!offsets && step + PREFETCHED + 1 < steps) {
-          const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
-          if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
-          if constexpr (KEPT > 1)
-#pragma unroll
-            for (int g = 0; g < KEPT; ++g) prefetch(kept + later * GATE_PITCH + g * HIDDEN + unit);
-          if constexpr (CELL == LSTM)
-            prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
-        }
-        if (dy) dh[i] = to_float(dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit]);
-        if constexpr (KEPT > 1)
-#pragma unroll
-          for (int g = 0; g < KEPT; ++g)
-            value[i][g] = to_float(kept[row * GATE_PITCH + g * HIDDEN + unit]);
-        if constexpr (CELL == LSTM) {
-          // The row before in time: packed sequences have one only where the step before does.
-          c_now[i] = to_float(cells[row * HIDDEN + unit]);
-          const bool first = direction ? t == steps - 1 || (lengths && t + 1 >= lengths[sequence])
-                                       : t == 0;
-          if (first) {
-            before[i] = c0 ? to_float(c0[state_base + sequence * HIDDEN + unit]) : 0.0f;
-          } else {
-            const i64 other = direction ? t + 1 : t - 1;
-            const i64 other_row = (offsets ? offsets[other] : other * batch) + sequence;
-            before[i] = to_float(cells[other_row * HIDDEN + unit]);
-          }
-        } else {  // GRU: h before the step; RNN: h after it
-          const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
-          before[i] = to_float(states[(slot * batch + sequence) * WIDTH + unit]);
-        }
-      }
+      for (int i = 0; i < ITEMS; ++i) active[i] = is_active(t, tile, i);
 
       if (step > 0) {
         if constexpr (TILES == 1) {
@@ -288,9 +309,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       __syncthreads();
 
       if constexpr (TILES > 1) {  // the next tile's: sent while this block worked on others
-        const bool last = tile + 1 == tiles;
-        const i64 next_step = last ? step : step - 1;  // whose partial sums the next tile needs
-        if (next_step >= 0) ask(next_step, last ? 0 : tile + 1, 0);
+        const i64 next_step = tile + 1 < tiles ? step : step + 1;
+        const int next_tile = tile + 1 < tiles ? tile + 1 : 0;
+        if (next_step > 0) ask(next_step - 1, next_tile, 0);
+        if (next_step < steps) read(next_step, next_tile, coming);
       }
       const u32 tag = tag_of(step);
       u32* const target = place_of(step, tile) + block * MESSAGE;

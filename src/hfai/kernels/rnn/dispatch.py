@@ -36,8 +36,8 @@ MANY_BLOCKS = 64
 EXCHANGE = 2.5
 TILE = 0.65
 SENT_BYTES = 1.7e6
-# Of one fragment for 16 rows that every warp reads from shared memory, by its size and the 128 bytes a
-# cycle of a multiprocessor; not measured.
+# Of one fragment for 16 rows that every warp reads from shared memory, by its size and the 128
+# bytes a cycle of a multiprocessor; not measured.
 READ_FROM_SHARED = 0.04
 
 

@@ -12,8 +12,9 @@
 //
 // Memory, with N rows of x (step-major, or packed: row = offsets[t] + b):
 //   gates     [D][N][GATE_PITCH]      in: input products, gate-major; out: what backward needs
-//   exchange  [D][steps + 1][tiles of the batch][BLOCKS][SENT_COLUMNS][UNITS]  h, filled with ABSENT;
-//             what a block sends in a step lies together, in as few cache lines as can be
+//   exchange  [D][steps + 1][tiles of the batch][COPIES][BLOCKS][SENT_COLUMNS][UNITS]  h, filled with
+//             ABSENT; what a block sends in a step lies together, in as few cache lines as can be.
+//             Each block reads one copy: lines that all want at once are served one after the other
 //   states    [D][steps + 1][B][WIDTH]  h once more, in rows, where backward follows
 //   y         [N][D * HIDDEN], cells [D][N][HIDDEN] (LSTM), h0, c0, hn, cn [D][B][HIDDEN]
 // Slot t of exchange and states holds h before step t (direction 1: after it, slot `steps` being the
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const T* bias_hidden = direction ? bias_hidden_1 : bias_hidden_0;
   gates += direction * rows * GATE_PITCH;
   cells += direction * rows * HIDDEN;
-  exchange += direction * (steps + 1) * tiles_of_batch * BLOCKS * SENT;
+  exchange += direction * (steps + 1) * tiles_of_batch * COPIES * BLOCKS * SENT;
   states += direction * (steps + 1) * batch * WIDTH;
   Patience patience(status);
 
@@ -108,24 +109,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // Sends a tile's h, to be slot `slot` of the exchange.
   auto publish = [&](int tile, i64 slot) {
-    T* const sent = exchange + ((slot * tiles_of_batch + first_tile + tile) * BLOCKS + block) * SENT;
+    T* const sent =
+        exchange + ((slot * tiles_of_batch + first_tile + tile) * COPIES * BLOCKS + block) * SENT;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int column = column_of(i);
       const bool real = has_item(i) && sequence_at(tile, column) < batch;
-      const bool mine = real && gate == 0;
-      T* const target = sent + column * UNITS + local;
+      u32 whole = 0, rest = 0;
       if constexpr (PRECISION == HALF) {
         const float next = __shfl_down_sync(0xffffffffu, h[tile][i], SHARE);
-        if (mine && local % 2 == 0)
-          store_shared_by_device(
-              target, without_absent(from_float<T>(h[tile][i]), from_float<T>(next)));
+        whole = without_absent(from_float<T>(h[tile][i]), from_float<T>(next));
       } else {
-        if (mine) store_shared_by_device(target, without_absent(for_products(h[tile][i])));
-        if constexpr (PRECISION == SPLIT)
-          if (real && gate == SHARE - 1)
-            store_shared_by_device(target + COLUMNS * UNITS,
-                                   without_absent(rest_for_products(h[tile][i])));
+        whole = without_absent(for_products(h[tile][i]));
+      }
+      if constexpr (PRECISION == SPLIT) rest = without_absent(rest_for_products(h[tile][i]));
+      // A cell's lanes, which all have its h, share the copies.
+#pragma unroll
+      for (int copy = 0; copy < COPIES; ++copy) {
+        T* const target = sent + copy * BLOCKS * SENT + column * UNITS + local;
+        if (real && gate == copy % SHARE && (PRECISION != HALF || local % 2 == 0))
+          store_shared_by_device(target, whole);
+        if (PRECISION == SPLIT && real && gate == (SHARE - 1 + copy) % SHARE)
+          store_shared_by_device(target + COLUMNS * UNITS, rest);
       }
     }
   };
@@ -152,7 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int place = (stretch / UNITS * SENT_COLUMNS + column) * UNITS + stretch % UNITS;
   u32 word[BUFFERS][AT_ONCE][4];
   auto fetch = [&](i64 slot, int tile, int part) {
-    const T* source = exchange + (slot * tiles_of_batch + first_tile + tile) * BLOCKS * SENT +
+    const T* source = exchange +
+                      ((slot * tiles_of_batch + first_tile + tile) * COPIES + block % COPIES) *
+                          BLOCKS * SENT +
                       place + part * AT_ONCE * CHUNK * SENT_COLUMNS;
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k)
@@ -177,13 +184,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[part % BUFFERS][k]);
     return absent && patience.again();
   };
+  auto time_of = [&](i64 step) { return direction ? steps - 1 - step : step; };
+  auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
   auto slot_before = [&](i64 t) { return direction ? t + 1 : t; };
+  auto is_active = [&](i64 t, int tile, int i) {
+    const int sequence = sequence_at(tile, column_of(i));
+    return has_item(i) && sequence < batch && unit < HIDDEN && (!lengths || t < lengths[sequence]);
+  };
+  // Reads the gates' inputs of a tile's step, and asks for those of a later one.
+  auto read_input = [&](i64 step, int tile, float (&input)[ITEMS]) {
+    const i64 t = time_of(step);
+    T* const step_gates = gates + row_of(t) * GATE_PITCH;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      input[i] = 0.0f;
+      if (is_active(t, tile, i) && (CELL != GRU || gate != 2)) {
+        const T* source = step_gates + sequence_at(tile, column_of(i)) * GATE_PITCH +
+                          (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
+        input[i] = to_float(*source);
+        if (!offsets && step + PREFETCHED < steps)
+          prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
+      }
+    }
+  };
   u32 turn = 0;
-  if (TILES > 1 && steps > 0) ask(slot_before(direction ? steps - 1 : 0), 0, 0);
+  float coming[ITEMS];  // the next tile's inputs
+  if (TILES > 1 && steps > 0) {
+    ask(slot_before(time_of(0)), 0, 0);
+    read_input(0, 0, coming);
+  }
 
   for (i64 step = 0; step < steps; ++step) {
-    const i64 t = direction ? steps - 1 - step : step;
-    const i64 first_row = offsets ? offsets[t] : t * batch;
+    const i64 t = time_of(step);
+    const i64 first_row = row_of(t);
     T* const step_gates = gates + first_row * GATE_PITCH;
 #pragma unroll 1  // code of one tile stays in the instruction cache
     for (int tile = 0; tile < TILES; ++tile) {
@@ -196,18 +229,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       bool active[ITEMS];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
-        const int sequence = sequence_at(tile, column_of(i));
-        active[i] = has_item(i) && sequence < batch && unit < HIDDEN &&
-                    (!lengths || t < lengths[sequence]);
-        input[i] = 0.0f;
-        if (active[i] && (CELL != GRU || gate != 2)) {
-          const T* source = step_gates + sequence * GATE_PITCH +
-                            (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
-          input[i] = to_float(*source);
-          if (!offsets && step + PREFETCHED < steps)
-            prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
-        }
+        active[i] = is_active(t, tile, i);
+        if (TILES > 1) input[i] = coming[i];
       }
+      if (TILES == 1) read_input(step, tile, input);
       // With one tile nothing is on its way yet. Looking too early costs everybody bandwidth, and
       // then another look.
       if constexpr (TILES == 1) {
@@ -235,9 +260,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (BUFFERS == 1 && part + 1 < PARTS) ask(slot_before(t), tile, part + 1);
       }
       if (TILES > 1) {  // the next tile's: sent while this block worked on others
-        const bool last = tile + 1 == tiles;
-        if (!last || step + 1 < steps)
-          ask(slot_before(!last ? t : direction ? t - 1 : t + 1), last ? 0 : tile + 1, 0);
+        const i64 next_step = tile + 1 < tiles ? step : step + 1;
+        const int next_tile = tile + 1 < tiles ? tile + 1 : 0;
+        if (next_step < steps) {
+          ask(slot_before(time_of(next_step)), next_tile, 0);
+          read_input(next_step, next_tile, coming);
+        }
       }
       float* const target = turn_sums + warp * SUMS + lane % 4 * 2 * ROW_PITCH + lane / 4;
 #pragma unroll

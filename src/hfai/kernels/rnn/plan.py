@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hfai.kernels.jit import DeviceLimits
 
 SHARED_BYTES_RESERVED = 1024
+MOST_AT_ONCE_OF_TILES = 8
 SPARE_REGISTERS = 24
 """Left to the compiler where fragments have moved to shared memory: the estimates are tight."""
 MOST_REGISTERS = {8: 255, 16: 128}
@@ -72,10 +73,12 @@ class Plan:
     wide_rest: bool = False
     """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
     most_at_once: int = 4
-    """Bound on `forward_at_once`: looks that fail cost everybody bandwidth."""
+    """Bound on `forward_at_once` with one tile: looks that fail cost everybody bandwidth."""
     forward_look_after: int = 0
     """Cycles after sending that a block waits before it first looks for what others sent."""
     backward_look_after: int = 0
+    copies: int = 1
+    """Of what forward's blocks send, each for a part of those who read it."""
     short_messages: bool = False
     """HALF only: backward's partial sums travel in half precision, half the bytes."""
 
@@ -126,7 +129,8 @@ class Plan:
     def exchange_elements(self, steps: int, batch: int) -> int:
         """Return the size of forward's `exchange`."""
         tiles = -(-batch // self.columns)
-        return self.directions * (steps + 1) * tiles * self.sent_columns * self.width
+        rows = self.directions * (steps + 1) * tiles * self.copies * self.sent_columns
+        return rows * self.width
 
     @property
     def forward_shared_bytes(self) -> int:
@@ -174,7 +178,8 @@ class Plan:
     @property
     def forward_at_once(self) -> int:
         """Chunks of h that a thread of forward.cu asks for before it looks at the first."""
-        return min(self._forward_chunks, self.most_at_once)
+        most = self.most_at_once if self.tiles == 1 else MOST_AT_ONCE_OF_TILES
+        return min(self._forward_chunks, most)
 
     def fits(self, limits: DeviceLimits) -> bool:
         """Whether a group can run on such a device."""
@@ -203,7 +208,7 @@ class Plan:
             "WIDE_REST": self.wide_rest,
             "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
             **(
-                {"AT_ONCE": self.forward_at_once}
+                {"AT_ONCE": self.forward_at_once, "COPIES": self.copies}
                 if forward
                 else {"SHORT_MESSAGES": self.short_messages}
             ),
@@ -239,13 +244,19 @@ class Plan:
         items = -(-self.cells * share // (32 * self.forward_warps))
         buffers = 1 if self.precision == Precision.SPLIT else 2
         loads = min(self._forward_chunks, buffers * self.forward_at_once)
-        return 4 * loads + 8 * self.row_tiles + (3 + 2 * self.tiles) * items + 24
+        each = 5 if self.tiles == 1 else 4  # with several tiles, what is carried is in local memory
+        return 4 * loads + 8 * self.row_tiles + each * items + 24
 
     @property
     def _backward_registers_beside(self) -> int:
         """What backward.cu needs beside the matrix."""
         items = -(-self.cells // (32 * self.backward_warps))
-        return 16 + (self.cell.kept + 3 + 2 * self.tiles) * items + 28
+        if self.tiles == 1:
+            return 16 + (self.cell.kept + 5) * items + 28
+        # The next tile's values and partial sums are on their way during the products.
+        vectors = self.cells // (8 if self.short_messages else 4)
+        words = 4 * min(8, -(-self.blocks * vectors // (32 * self.backward_warps)))
+        return 16 + 2 * (self.cell.kept + 3) * items + words + 28
 
     def _in_shared(self, fragments: int, beside: int, warps: int) -> int:
         lacking = fragments * self._fragment_registers + beside - MOST_REGISTERS[warps]
