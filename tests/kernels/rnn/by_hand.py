@@ -150,7 +150,6 @@ def backward(
 def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let calls take the kernels' path that are too small to gain by it, or too large."""
     monkeypatch.setattr(dispatch, "MOST_SEQUENCES", 1 << 16)
-    monkeypatch.setattr(dispatch, "SHARED_IS_MEASURED", True)
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))
     call._found.cache_clear()

@@ -26,10 +26,6 @@ MOST_TILES = 4
 # 256 and GRU 256 ran at 1.1 to 1.4 times torch's speed with 64 sequences, at 0.6 to 0.9 with 128.
 MOST_SEQUENCES = 64
 
-# Layers whose matrix is partly in shared memory run in the emulator's tests alone so far; torch's
-# until tests/gpu/nn/test_rnn.py has passed with them and a size has been timed.
-SHARED_IS_MEASURED = False
-
 # Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
 # being sent: forward waits so many cycles first. With fewer blocks that gains nothing.
 # LSTM 985, batch 4, TF32 on an H200, us a step: 8 warps 1.92 (600 cycles), 16 warps 1.81 (600) and
@@ -126,8 +122,6 @@ def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
 
 def why_left_to_torch(plan: Plan, batch: int, steps: int, limits: DeviceLimits) -> str | None:
     """Return why a call is left to torch, or None where our kernels are faster."""
-    if _reads_shared(plan) and not SHARED_IS_MEASURED:
-        return f"{plan.hidden} hidden units need shared memory too, which is not timed on a GPU yet"
     if steps < FEWEST_STEPS:
         return f"{steps} steps are too few to pay for loading the weights"
     if plan.hidden < FEWEST_UNITS[plan.cell]:
