@@ -70,6 +70,12 @@ __device__ __forceinline__ void store_16_bytes(void* target, const u32 (&word)[4
                : "memory");
 }
 
+__device__ __forceinline__ float tanh_approximate(float value) {
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
 // 2 to the power of value, relative error 2^-22; results below 2^-126 are zero.
 __device__ __forceinline__ float exp2_approximate(float value) {
   float result;

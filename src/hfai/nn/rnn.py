@@ -22,7 +22,7 @@ from hfai.kernels.rnn.call import Stack
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch
+from hfai.nn.stand_in import as_leaf, as_torch, is_compiling, traced
 
 Hidden: TypeAlias = Any
 """h of [layers * directions, batch, hidden], or for LSTM a pair of h and c."""
@@ -39,7 +39,7 @@ class LSTM(nn.LSTM):
 
     def forward(self, input: Any, hx: Hidden = None) -> Any:
         """Run all layers over `input`, [steps, batch, inputs] or as the module's options say."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             outputs = _forward(self, input, hx)
             if outputs is not None:
                 return outputs
@@ -60,7 +60,7 @@ class GRU(nn.GRU):
 
     def forward(self, input: Any, hx: Hidden = None) -> Any:
         """Run all layers over `input`, [steps, batch, inputs] or as the module's options say."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             outputs = _forward(self, input, hx)
             if outputs is not None:
                 return outputs
@@ -80,7 +80,7 @@ class RNN(nn.RNN):
 
     def forward(self, input: Any, hx: Hidden = None) -> Any:
         """Run all layers over `input`, [steps, batch, inputs] or as the module's options say."""
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             outputs = _forward(self, input, hx)
             if outputs is not None:
                 return outputs
@@ -99,8 +99,10 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
     """Run a call on our kernels, or return None: torch's turn."""
     packed = type(input) is PackedSequence
     data = input.data if packed else input
+    if traced(input, hx) is not None:
+        return as_leaf(module, input, hx)
     if type(data) not in PLAIN_TYPES or not call.is_on_gpu(data):
-        return as_leaf(module, input, hx) if isinstance(input, torch.fx.Proxy) else None
+        return None
     if why_watched() is not None or module.proj_size:
         return None
     if data.dim() not in ((2,) if packed else (2, 3)) or data.numel() == 0:
@@ -143,7 +145,6 @@ def _run_padded(stack: Stack, batch_first: bool, x: Tensor, states: States) -> A
     y, hn, cn = call.run_stack(
         configuration, stack, sequences, x.reshape(steps * batch, inputs), *states
     )
-    y = y.view(steps, batch, -1)
     if unbatched:
         y, hn, cn = y.squeeze(1), hn.squeeze(1), None if cn is None else cn.squeeze(1)
     elif batch_first:
@@ -158,6 +159,8 @@ def _run_packed(
     states: States,
 ) -> Any:
     sizes = packed.batch_sizes
+    if not _are_batch_sizes(sizes):
+        return None
     batch = int(sizes[0])
     if not _are_states_of(stack, x, batch, states) or int(sizes.sum()) != x.shape[0]:
         return None
@@ -173,6 +176,19 @@ def _run_packed(
         cn = None if cn is None else cn.index_select(1, packed.unsorted_indices)
     output = PackedSequence(y, sizes, packed.sorted_indices, packed.unsorted_indices)
     return output, hn if cn is None else (hn, cn)
+
+
+def _are_batch_sizes(sizes: Any) -> bool:
+    """Return whether these are what a `PackedSequence` promises; torch has words where not."""
+    return (
+        type(sizes) is Tensor
+        and sizes.device.type == "cpu"
+        and sizes.dtype == torch.int64
+        and sizes.dim() == 1
+        and sizes.numel() > 0
+        and bool((sizes[1:] <= sizes[:-1]).all())
+        and int(sizes[-1]) >= 0
+    )
 
 
 def packed_sequences(batch_sizes: Tensor, device: torch.device) -> Sequences:

@@ -6,11 +6,13 @@ one node each, by the module they live in. A class of ours is neither, so its la
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.fx
 from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -41,22 +43,46 @@ def as_method(forward: MethodT, name: str) -> MethodT:
     return cast(MethodT, copied)
 
 
-def is_recorded(*values: Any) -> bool:
-    """Return whether torch.fx passes its own object for one of a call's arguments."""
-    return any(isinstance(value, torch.fx.Proxy) for value in values)
-
-
 def as_leaf(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     """Record the layer as one node of torch.fx's graph, as it does with torch's own layers.
 
     Args:
         module: the layer.
         *arguments: of the call; a None at their end is left out.
-        **keywords: of the call. One of all these is a proxy (`is_recorded`).
+        **keywords: of the call. A proxy is among all these (`traced`).
     """
     if arguments[-1] is None:
         arguments = arguments[:-1]
-    given = (*arguments, *keywords.values())
-    tracer: Any = next(value.tracer for value in given if isinstance(value, torch.fx.Proxy))
+    proxy = traced(*arguments, *keywords.values())
+    assert proxy is not None
+    tracer: Any = proxy.tracer
     path = tracer.path_of_module(module)
     return tracer.create_proxy("call_module", path, arguments, keywords)
+
+
+def traced(*arguments: Any) -> torch.fx.Proxy | None:
+    """Return the first of torch.fx's proxies among a call's arguments and their members."""
+    for argument in arguments:
+        if isinstance(argument, torch.fx.Proxy):
+            return argument
+        if isinstance(argument, (tuple, list)):
+            proxy = traced(*argument)
+            if proxy is not None:
+                return proxy
+    return None
+
+
+_eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def is_compiling() -> bool:
+    """Return whether torch.compile is at work, be it on frames that this one calls or backward.
+
+    Dynamo skips the frame of a recurrent layer's forward, and compiles the functions called from it
+    one by one: there `torch.compiler.is_compiling` says no. Compiled autograd traces what nodes do.
+    """
+    # Asked first: while dynamo reads this very code, the other questions have no meaning.
+    if torch.compiler.is_compiling() or _eval_frame_callback() not in (None, False):
+        return True
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))

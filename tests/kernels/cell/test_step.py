@@ -160,6 +160,28 @@ def test_the_gradients_gradient_is_torchs(run_of: Any) -> None:
     assert_all_close(ours, theirs, FP32)
 
 
+@pytest.mark.parametrize("cell", [Cell.LSTM, Cell.GRU, Cell.RNN_TANH])
+def test_gradients_to_be_differentiated_count_each_path_once(cell: Cell, run_of: Any) -> None:
+    module, (x, h, _) = cell_of(cell, 4, 4), draw(cell, FP32, 2, 4, 4)
+
+    def first(step: Callable[..., Any], module: nn.RNNCellBase, x: Tensor, h: Tensor) -> Any:
+        states = [h, h] if cell.has_c else [h, None]  # the same tensor in two places
+        for _ in range(3):
+            states = [*step(*operands_of(module, x, *states)), None][:2]
+        parameters = [x, h, *module.parameters()]
+        return list(torch.autograd.grad(states[0].square().sum(), parameters, create_graph=True))
+
+    ours = first(run_of(configuration_of(cell, FP32)), module, x, h)
+    double = copy.deepcopy(module).double()
+
+    def by_torch(x: Tensor, h: Tensor, c: Tensor | None, *_: Tensor) -> Any:
+        outputs = double(x, h if c is None else (h, c))
+        return outputs if cell.has_c else (outputs,)
+
+    doubles = [t.detach().double().requires_grad_() for t in (x, h)]
+    assert_all_close(ours, first(by_torch, double, *doubles), FP32)
+
+
 def test_without_gradients_nothing_is_saved_and_the_bits_are_the_same(run_of: Any) -> None:
     module, given = cell_of(Cell.LSTM, 6, 9), draw(Cell.LSTM, FP32, 4, 6, 9)
     run = run_of(configuration_of(Cell.LSTM, FP32))

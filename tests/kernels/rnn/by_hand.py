@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hfai.kernels import coverage, jit
-from hfai.kernels.rnn import call, dispatch, launch, status
+from hfai.kernels.rnn import autograd, call, dispatch, launch, status
 from hfai.kernels.rnn.launch import Forward, Steps
 from hfai.kernels.rnn.plan import Cell
-from hfai.kernels.rnn.programs import Configuration
+from hfai.kernels.rnn.programs import Configuration, refused
 from tests.kernels.compiled import DEVICES
 
 
@@ -36,17 +36,19 @@ def forward(
     _check(configuration, steps, gates, *weights, *(b for pair in biases or () for b in pair))
     plan, dtype = configuration.plan, configuration.dtype
     hidden, cell, batch = plan.hidden, plan.cell, steps.batch
-    y = _poisoned(gates, steps.rows, plan.directions * hidden)
+    shape = (steps.rows,) if steps.lengths is not None else (steps.steps, batch)
+    whole_y = _poisoned(gates, *shape, plan.directions * hidden)
+    y = whole_y.detach().view(steps.rows, -1)
     hn, cn = (_poisoned(gates, plan.directions, batch, hidden) for _ in range(2))
-    exchange = _poisoned(gates, plan.directions, steps.steps + 1, batch, plan.width)
-    exchange[..., hidden:] = 0
+    states = _poisoned(gates, plan.directions, steps.steps + 1, batch, plan.width)
+    states[..., hidden:] = 0
     cells = _poisoned(gates, plan.directions, steps.rows, hidden)
     for d in range(plan.directions):
         h, c = (
             gates.new_zeros(batch, hidden).double() if state is None else state[d].double()
             for state in (h0, c0)
         )
-        exchange[d, steps.steps if d else 0, :, :hidden] = h
+        states[d, steps.steps if d else 0, :, :hidden] = h
         b_ih, b_hh = (b.double() for b in biases[d]) if biases else (0.0, 0.0)
         for t, rows in _in_order(steps, reverse=d == 1):
             count = rows.stop - rows.start
@@ -61,10 +63,16 @@ def forward(
                 gates[d, rows, : cell.kept * hidden] = kept.to(dtype)
             cells[d, rows] = c[:count].to(dtype)
             y[rows, d * hidden : (d + 1) * hidden] = h[:count].to(dtype)
-            exchange[d, t if d else t + 1, :, :hidden] = h.to(dtype)
+            states[d, t if d else t + 1, :, :hidden] = h.to(dtype)
         hn[d], cn[d] = h, c
     lstm = cell.has_c
-    return Forward(y, hn, cn if lstm else None, exchange, cells if lstm and save else None)
+    return Forward(
+        whole_y,
+        hn,
+        cn if lstm else None,
+        states if save else None,
+        cells if lstm and save else None,
+    )
 
 
 def backward(
@@ -72,7 +80,7 @@ def backward(
     steps: Steps,
     kept: Tensor,
     cells: Tensor | None,
-    exchange: Tensor,
+    states: Tensor,
     weights: Sequence[Tensor],
     c0: Tensor | None,
     dy: Tensor | None,
@@ -84,13 +92,14 @@ def backward(
         configuration,
         steps,
         kept,
-        exchange,
+        states,
         *weights,
         *(t for t in (dy, dhn, dcn) if t is not None),
     )
     plan = configuration.plan
     hidden, cell, batch = plan.hidden, plan.cell, steps.batch
     dgates = torch.full_like(kept, math.nan)
+    dy = None if dy is None else dy.view(steps.rows, -1)
     dh0, dc0 = (_poisoned(kept, plan.directions, batch, hidden) for _ in range(2))
     for d in range(plan.directions):
         dh, dc = (
@@ -100,7 +109,7 @@ def backward(
         weight = weights[d].double()
         for t, rows in _in_order(steps, reverse=d == 0):
             count = rows.stop - rows.start
-            slots = exchange[d, :, :count, :hidden].double()
+            slots = states[d, :, :count, :hidden].double()
             before, after = (slots[t + 1], slots[t]) if d else (slots[t], slots[t + 1])
             here = dh[:count]
             if dy is not None:
@@ -139,8 +148,7 @@ def backward(
 
 @pytest.fixture
 def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let calls take the kernels' path that are too small to gain by it, or not checked."""
-    monkeypatch.setattr(dispatch, "UNCHECKED", frozenset())
+    """Let calls take the kernels' path that are too small to gain by it, or too large."""
     monkeypatch.setattr(dispatch, "MOST_SEQUENCES", 1 << 16)
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))
@@ -168,12 +176,15 @@ def kernels_on_cpu(
 
     def why_not_plain(tensor: Tensor) -> str | None:
         reason = coverage.why_not_plain(tensor)
-        return None if reason is not None and "on cpu" in reason else reason
+        on_cpu = reason is not None and "on cpu" in reason
+        return None if on_cpu and torch._C._has_storage(tensor) else reason
 
     monkeypatch.setattr(launch, "forward", counted("forward", forward))
     monkeypatch.setattr(launch, "backward", counted("backward", backward))
+    monkeypatch.setattr(Configuration, "refuses", lambda self: refused.get(self))
     monkeypatch.setattr(call, "is_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(call, "why_not_plain", why_not_plain)
+    for module in (call, autograd):
+        monkeypatch.setattr(module, "why_not_plain", why_not_plain)
     monkeypatch.setattr(call, "current_device", lambda: -1)
     monkeypatch.setattr(call, "allows_tf32", lambda: False)
     monkeypatch.setattr(jit, "why_unavailable", lambda device=None: None)

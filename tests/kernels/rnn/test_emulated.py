@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfai.kernels.rnn import launch, programs, status
 from hfai.kernels.rnn.launch import Steps
-from hfai.kernels.rnn.plan import Cell, Plan, Precision
+from hfai.kernels.rnn.plan import MOST_REGISTERS, Cell, Plan, Precision
 from hfai.kernels.rnn.programs import Configuration, Program
 from tests.kernels.rnn import by_hand
 from tests.kernels.rnn.emulated import COMPILER, Emulated, emulated
@@ -120,7 +120,7 @@ def _check(call: _Call, *, grads: str = "dy dhn dcn") -> None:
     kept = plan.cell.kept * plan.hidden if plan.cell.gates > 1 else 0
     made, gates = call.forward(launch.forward)
     expected, expected_gates = call.forward(by_hand.forward)
-    for name in ("y", "hn", "cn", "exchange", "cells"):
+    for name in ("y", "hn", "cn", "states", "cells"):
         _assert_same(getattr(made, name), getattr(expected, name), tolerance)
     _assert_same(gates[..., :kept], expected_gates[..., :kept], tolerance)
 
@@ -133,7 +133,7 @@ def _check(call: _Call, *, grads: str = "dy dhn dcn") -> None:
         for name, tensor in like.items()
     ]
     arguments = (
-        expected_gates, expected.cells, expected.exchange, call.weights, call.c0, *given
+        expected_gates, expected.cells, expected.states, call.weights, call.c0, *given
     )  # fmt: skip
     ours = launch.backward(call.configuration, call.steps, *arguments)
     theirs = by_hand.backward(call.configuration, call.steps, *arguments)
@@ -170,7 +170,9 @@ def test_sequences_of_different_lengths(cell: Cell) -> None:
         (LSTM, FP32, TF32, {"columns": 8, "tiles": 2, "backward_warps": 16}),
         (LSTM, BF16, HALF, {"columns": 8, "tiles": 2, "forward_warps": 16}),
         (GRU, FP16, HALF, {"columns": 8, "directions": 2}),
-        (TANH, FP16, HALF, {"units": 16}),
+        (TANH, FP16, HALF, {"units": 16, "copies": 2}),
+        (LSTM, FP32, TF32, {"copies": 4}),
+        (GRU, FP32, SPLIT, {"copies": 4}),
         (LSTM, BF16, HALF, {"short_messages": True}),
         (GRU, FP16, HALF, {"columns": 8, "tiles": 2, "directions": 2, "short_messages": True}),
         (LSTM, FP32, SPLIT, {"units": 16}),
@@ -181,6 +183,26 @@ def test_every_precision_tile_and_block_size(
 ) -> None:
     plan = _plan(cell, 37, precision, **options)
     _check(_call(plan, dtype, steps=3, batch=9))
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype", "precision", "options"),
+    [
+        (LSTM, FP32, TF32, {"columns": 8, "tiles": 2, "units": 16}),
+        (GRU, BF16, HALF, {"columns": 8, "short_messages": True}),
+        (LSTM, FP32, SPLIT, {}),
+        (LSTM, FP32, SPLIT, {"wide_rest": True}),
+    ],
+)
+def test_a_matrix_partly_in_shared_memory(
+    cell: Cell, dtype: torch.dtype, precision: Precision, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(MOST_REGISTERS, 8, 60)  # too few for all of it
+    plan = _plan(cell, 70, precision, **options)
+    assert plan.forward_in_shared > 0
+    assert plan.backward_in_shared > 0
+    _check(_call(plan, dtype, steps=2, batch=9))
 
 
 def test_without_bias_states_and_some_gradients() -> None:
@@ -222,8 +244,52 @@ def test_infinite_values_of_relu_pass() -> None:
     call = _call(_plan(RELU, 20, SPLIT), FP32, steps=2, batch=2)
     call.gates[0, 0, 3] = float("inf")
     made, _ = call.forward(launch.forward)
-    assert made.y[0, 3].isinf()
+    assert made.y[0, 0, 3].isinf()
     assert made.y.view(2, 2, 20)[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "options"),
+    [(FP32, TF32, {}), (BF16, HALF, {}), (FP32, SPLIT, {}), (FP32, SPLIT, {"wide_rest": True})],
+)
+def test_an_infinite_state_is_no_nan_elsewhere(
+    dtype: torch.dtype, precision: Precision, options: dict[str, Any]
+) -> None:
+    call = _call(_plan(LSTM, 9, precision, **options), dtype, steps=3, batch=2)
+    assert call.h0 is not None
+    call.h0[0, 0, 2] = float("inf")
+    made, _ = call.forward(launch.forward)
+    expected, _ = call.forward(by_hand.forward)
+    assert expected.y.isfinite().all()
+    _assert_same(made.y, expected.y, TOLERANCES[dtype, precision])
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(FP32, TF32), (FP32, SPLIT), (FP16, HALF)])
+@pytest.mark.parametrize("scale", [1e-2, 1e-5])
+def test_small_values_keep_their_digits(
+    dtype: torch.dtype, precision: Precision, scale: float
+) -> None:
+    call = _call(_plan(TANH, 9, precision), dtype, steps=1, batch=2, bias=False, states=False)
+    call.gates.mul_(scale)
+    made, _ = call.forward(launch.forward)
+    expected, _ = call.forward(by_hand.forward)
+    error = (made.y.double() - expected.y.double()).norm() / expected.y.double().norm()
+    assert error <= {FP32: 1e-5, FP16: 5e-3}[dtype]
+
+
+@pytest.mark.parametrize("size", [3e3, 3e4])
+def test_large_gradients_in_half_precision_stay_finite(size: float) -> None:
+    plan = _plan(TANH, 16, HALF, columns=8, short_messages=True)
+    call = _call(plan, FP16, steps=2, batch=3, bias=False, states=False)
+    call.gates.mul_(1e-3)
+    call.weights[0].copy_(torch.eye(16))
+    made, gates = call.forward(by_hand.forward)
+    dy = torch.zeros_like(made.y)
+    dy[3:] = size  # the last step's
+    arguments = (gates, made.cells, made.states, call.weights, call.c0, dy, None, None)
+    ours = launch.backward(call.configuration, call.steps, *arguments)
+    theirs = by_hand.backward(call.configuration, call.steps, *arguments)
+    _assert_same(ours[1] / size, theirs[1] / size, 4e-3)
 
 
 def test_a_block_that_never_answers_ends_every_wait_and_is_reported(
@@ -265,9 +331,9 @@ def test_random_plans(seed: int) -> None:
     lengths = sorted((one_of(list(range(1, steps + 1))) for _ in range(batch)), reverse=True)
     plan = _plan(
         cell, one_of([1, 7, 8, 33, 64, 70]), precision,
-        directions=one_of([1, 2]), units=one_of([8, 16]), tiles=one_of([1, 2]),
+        directions=one_of([1, 2]), units=one_of([8, 16]), tiles=one_of([1, 2, 4]),
         columns=4 if precision is SPLIT else one_of([4, 8]),
         forward_warps=one_of([8, 16]), backward_warps=one_of([8, 16]),
-        wide_rest=one_of([True, False]),
+        wide_rest=one_of([True, False]), copies=one_of([1, 2, 4]),
     )  # fmt: skip
     _check(_call(plan, dtype, lengths[0], batch, one_of([None, lengths])))

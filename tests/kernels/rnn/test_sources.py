@@ -24,7 +24,7 @@ TYPES = {
 MOST_SPILLED = 160
 SIZES = [
     (Cell.LSTM, 985, 4, 1), (Cell.LSTM, 256, 32, 2), (Cell.GRU, 985, 4, 1),
-    (Cell.RNN_TANH, 600, 8, 2), (Cell.RNN_RELU, 30, 64, 1),
+    (Cell.RNN_TANH, 600, 8, 2), (Cell.RNN_RELU, 30, 64, 1), (Cell.LSTM, 1150, 8, 1),
 ]  # fmt: skip
 # A compilation takes half a second: two sizes for architectures on which nothing was measured.
 ELSEWHERE = SIZES if "HFAI_LONG_TESTS" in os.environ else SIZES[:2]

@@ -240,6 +240,8 @@ def watched_backward(
     create_graph = torch.is_grad_enabled()
     operands, needed = operands_and_needed[:7], operands_and_needed[7:]
     with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        # As in rnn/autograd.py: an alias for each place.
+        operands = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in operands)
         x, h, c, w_ih, w_hh, b_ih, b_hh = operands
         outputs = formula.step(configuration.cell, x, h, c, w_ih, w_hh, b_ih, b_hh)
         pairs = [

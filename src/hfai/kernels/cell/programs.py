@@ -13,7 +13,7 @@ from torch import Tensor
 from hfai.kernels import jit
 from hfai.kernels.rnn.plan import Cell, Precision
 
-SOURCES = ["rnn/cells.cuh", "cell/cell.cu"]
+SOURCES = ["tensor_cores.cuh", "rnn/cells.cuh", "cell/cell.cu"]
 # As in cell.cu.
 UNITS = 32
 ROW_LANES = 32

@@ -7,7 +7,7 @@ as all operators here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hfai.kernels.coverage import dense, why_watched
+from hfai.kernels.cooperative import RefusedError
+from hfai.kernels.coverage import dense, why_not_plain, why_watched
 from hfai.kernels.rnn import formula, launch
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell, Precision
 from hfai.kernels.rnn.products import column_sums, common_width, padded, product
-from hfai.kernels.rnn.programs import Configuration
+from hfai.kernels.rnn.programs import Configuration, refused
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ class Layer(Function):
         has_bias: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run the layer and save the gates, the cells' states and the exchanged h."""
+        """Run the layer and save the gates, the cells' states and h."""
         made, gates = run(configuration, sequences, x, h0, c0, has_bias, weights, True)
-        ctx.save_for_backward(x, h0, c0, gates, made.cells, made.exchange, *weights)
+        saved = (x, h0, c0, gates, made.cells, made.states, *weights)
+        ctx.save_for_backward(*saved)
+        ctx.shapes = tuple(None if tensor is None else tensor.shape for tensor in saved)
         ctx.constants = (configuration, sequences, has_bias)
         ctx.set_materialize_grads(False)
         return (made.y, made.hn) if made.cn is None else (made.y, made.hn, made.cn)
@@ -60,16 +63,56 @@ class Layer(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the layer backwards, by torch's own operators where this pass is itself watched."""
-        x, h0, c0, gates, cells, exchange, *weights = ctx.saved_tensors
+        saved = ctx.saved_tensors
         configuration, sequences, has_bias = ctx.constants
         needed = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[6:])
-        if torch.is_grad_enabled() or why_watched():
-            inputs = (x, h0, c0, *weights)
+        found = None
+        if not torch.is_grad_enabled() and why_watched() is None:
+            constants = (*ctx.constants, ctx.shapes)
+            found = _by_kernels(constants, saved, gradients, needed)
+        if found is None:
+            inputs = (*saved[:3], *saved[6:])
             found = _watched_backward(configuration, sequences, has_bias, inputs, gradients, needed)
-        else:
-            saved = (x, c0, gates, cells, exchange)
-            found = _backward(configuration, sequences, has_bias, saved, weights, gradients, needed)
         return (*found[:3], None, None, None, *found[3:])
+
+
+def _by_kernels(
+    constants: tuple[Any, ...],
+    saved: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None] | None:
+    """Return the gradients, or None where it is not for the kernels to make them."""
+    configuration, sequences, has_bias, shapes = constants
+    # Hooks may have brought saved tensors back as something else, and gradients may be batched.
+    if not all(
+        tensor is None
+        or (
+            why_not_plain(tensor) is None
+            and tensor.dtype is configuration.dtype
+            and tensor.get_device() == configuration.device
+        )
+        for tensor in (*saved, *gradients)
+    ):
+        return None
+    if shapes != tuple(None if tensor is None else tensor.shape for tensor in saved):
+        return None
+    x, _, c0, gates, cells, states, *weights = [
+        None if tensor is None else dense(tensor) for tensor in saved
+    ]
+    try:
+        return _backward(
+            configuration,
+            sequences,
+            has_bias,
+            (x, c0, gates, cells, states),
+            weights,
+            gradients,
+            needed,
+        )
+    except RefusedError as error:
+        refused[configuration] = str(error)
+        return None
 
 
 # `Layer.apply` without the Python wrapper around it.
@@ -131,12 +174,12 @@ def _backward(
     configuration: Configuration,
     sequences: Sequences,
     has_bias: bool,
-    saved: tuple[Tensor, ...],
-    weights: list[Tensor],
+    saved: tuple[Any, ...],
+    weights: Sequence[Any],
     gradients: tuple[Tensor | None, ...],
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    x, c0, gates, cells, exchange = saved
+    x, c0, gates, cells, states = saved
     plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     dy, dhn, dcn = (
         None if gradient is None else dense(gradient) for gradient in (*gradients, None, None)[:3]
@@ -147,7 +190,7 @@ def _backward(
         sequences.steps,
         gates,
         cells,
-        exchange,
+        states,
         [w_hh for _, w_hh, *_ in each],
         c0,
         dy,
@@ -168,7 +211,7 @@ def _backward(
             to_input = padded(_in_order_of_input(plan.cell, w_ih), common_width(w_ih))
             part = x.new_empty(rows, to_input.whole.shape[1])
             product(of_input, to_input.whole, part, tf32)
-            part = part[:, : x.shape[1]]
+            part = part[:, : x.shape[1]].contiguous()
             found[0] = part if found[0] is None else found[0].add_(part)
         dw_ih = dw_hh = db_ih = db_hh = None
         if need[0]:
@@ -176,7 +219,7 @@ def _backward(
             product(of_input.t(), inputs.whole, dw_ih, tf32)
             dw_ih = _in_order_of_weight(plan.cell, dw_ih)
         if need[1]:
-            before = exchange[direction, 1:] if direction else exchange[direction, :steps]
+            before = states[direction, 1:] if direction else states[direction, :steps]
             before = before.reshape(-1, plan.width)
             if sequences.rows_of_steps is not None:
                 before = before[sequences.rows_of_steps]
@@ -190,8 +233,9 @@ def _backward(
             # Memory of its own: whoever accumulates into one must not change the other.
             db_hh = column_sums(of_hidden, tf32) if shift else db_ih.clone()
         found += [
-            None if dw_ih is None else dw_ih[:, : x.shape[1]],
-            None if dw_hh is None else dw_hh[:, : plan.hidden],
+            # As torch's: without the padding, which flattened gradients would trip over.
+            None if dw_ih is None else dw_ih[:, : x.shape[1]].contiguous(),
+            None if dw_hh is None else dw_hh[:, : plan.hidden].contiguous(),
         ]
         if has_bias:
             found += [db_ih if need[2] else None, db_hh if need[3] else None]
@@ -226,6 +270,9 @@ def _watched_backward(
     create_graph = torch.is_grad_enabled()
     plan, steps = configuration.plan, sequences.steps
     with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        # An alias for each place: the same tensor may stand in several, and one may be made of
+        # another (a state carried over); those paths are the caller's to follow.
+        inputs = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in inputs)
         x, h0, c0, *weights = inputs
         assert x is not None
         each = [
@@ -235,7 +282,7 @@ def _watched_backward(
         sizes = sequences.batch_sizes or (steps.batch,) * steps.steps
         outputs = formula.layer(plan.cell, x, sizes, each, h0, c0)  # type: ignore[arg-type]
         pairs = [
-            (output, gradient)
+            (output, gradient.reshape(output.shape))
             for output, gradient in zip(outputs, (*gradients, None)[:3], strict=True)
             if output is not None and gradient is not None
         ]

@@ -1,9 +1,10 @@
 // The gradient of one recurrent layer's steps, last to first, in one cooperative launch.
 //
-// Blocks and groups as in forward.cu; a block computes the gates' gradients of its own UNITS units.
-// What a step needs from the next one is dh[unit] = sum over all rows of W[row][unit] * dgate[row].
-// A block holds the rows of its own units, so it makes a partial sum for every unit there is and
-// sends each owner its part; the owner adds the BLOCKS parts in a fixed order. In each step
+// Blocks, groups and tiles as in forward.cu; a block computes the gates' gradients of its own UNITS
+// units. What a step needs from the next one is dh[unit] = sum over all rows of
+// W[row][unit] * dgate[row]. A block holds the rows of its own units, so it makes a partial sum for
+// every unit there is and sends each owner its part; the owner adds the BLOCKS parts in a fixed order.
+// In each step of a tile
 //   1. every thread waits for its part of the partial sums and adds; the warps' meet in shared memory;
 //   2. (barrier) a thread for each unit and sequence makes the gates' gradients, puts them in shared
 //      memory and, for the products afterwards, in global memory;
@@ -12,8 +13,8 @@
 // Memory, beyond what forward.cu names:
 //   kept      [D][N][GATE_PITCH]  what forward left in `gates`
 //   dgates    [D][N][GATE_PITCH]  LSTM di, df, dg, do; GRU dn, dr, dz, dq; RNN dh (1 - h^2)
-//   mailbox   [2][groups][BLOCKS to][BLOCKS from][UNITS][SEQUENCES]  partial sums, starts as zeros;
-//             fp32, or with SHORT_MESSAGES in T
+//   mailbox   [2][groups][TILES][BLOCKS to][BLOCKS from][UNITS][COLUMNS]  partial sums, starts as
+//             zeros; fp32, or with SHORT_MESSAGES in T
 //   dy        [N][D * HIDDEN], dhn, dcn, dh0, dc0 [D][B][HIDDEN]; dy, dhn, dcn may be null
 
 constexpr int THREADS = 32 * WARPS;
@@ -21,14 +22,12 @@ constexpr int WIDTH = UNITS * BLOCKS;
 constexpr int CHUNKS = ceil_div(ROWS, CHUNK);
 constexpr int M_TILES = ceil_div(WIDTH, 16 * WARPS);  // a warp's
 constexpr int SEQUENCES = TILES * COLUMNS;
-constexpr int CELLS = UNITS * SEQUENCES;
+constexpr int CELLS = UNITS * COLUMNS;  // of a tile
 constexpr int ITEMS = ceil_div(CELLS, THREADS);
 // A part of a mailbox is read in vectors of four words; SENDERS threads read the same vector of
 // different senders side by side.
 constexpr int IN_WORD = SHORT_MESSAGES ? 2 : 1;
 constexpr int MESSAGE = CELLS / IN_WORD;  // words
-// A partial sum is a small part of dh: fp16 holds it scaled as well as it holds dh.
-constexpr float SCALE = SHORT_MESSAGES ? 16.0f : 1.0f;
 constexpr int IN_VECTOR = 4 * IN_WORD;
 constexpr int VECTORS = CELLS / IN_VECTOR;
 constexpr int SENDERS = THREADS / VECTORS;
@@ -46,12 +45,13 @@ constexpr int DGATES_PITCH = CHUNKS * 16 + (CHUNKS % 2 == 0 ? 16 : 0);
 
 struct Shared {
   float partial[PARTIALS][CELLS];
-  u32 dgates[SEQUENCES][DGATES_PITCH];
+  u32 dgates[SENT_COLUMNS][DGATES_PITCH];
 };
-extern __shared__ float memory[];
+static_assert(sizeof(Shared) % 16 == 0, "the matrix's part begins on a vector");
+extern __shared__ float memory[];  // Shared, and then the matrix's part
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hfai_rnn_backward(const T* kept, const T* cells, const T* c0, const T* exchange, const T* dy,
+    hfai_rnn_backward(const T* kept, const T* cells, const T* c0, const T* states, const T* dy,
                       const T* dhn, const T* dcn, const T* weight_0, const T* weight_1, T* dgates,
                       T* dh0, T* dc0, u32* mailbox, const i64* lengths, const i64* offsets,
                       i64 steps, i64 batch, i64 rows, i64 first_group, u32* status) {
@@ -63,74 +63,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int group = static_cast<int>(first_group) + here;
   const int direction = group % DIRECTIONS;
   const int first_sequence = group / DIRECTIONS * SEQUENCES;
+  // The last group of a batch may have fewer tiles.
+  const int tiles = smaller(TILES, (static_cast<int>(batch) - first_sequence + COLUMNS - 1) / COLUMNS);
   const T* weight = direction ? weight_1 : weight_0;
   kept += direction * rows * GATE_PITCH;
   dgates += direction * rows * GATE_PITCH;
   cells += direction * rows * HIDDEN;
-  exchange += direction * (steps + 1) * batch * WIDTH;
+  states += direction * (steps + 1) * batch * WIDTH;
   const i64 state_base = direction * batch * HIDDEN;
   Patience patience(status);
 
-  Fragment<CHUNKS> fragment[M_TILES];
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-    fragment[m].load([&](int r, int k) {
-      const int to = (warp * M_TILES + m) * 16 + r, unit = block * UNITS + k / GATES;
-      if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
-      return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
-    });
-  for (int i = threadIdx.x; i < SEQUENCES * DGATES_PITCH; i += THREADS)
+  Matrix<M_TILES, CHUNKS> matrix(&shared + 1);
+  matrix.load([&](int row, int k) {
+    const int to = warp * M_TILES * 16 + row, unit = block * UNITS + k / GATES;
+    if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
+    return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
+  });
+  for (int i = threadIdx.x; i < SENT_COLUMNS * DGATES_PITCH; i += THREADS)
     shared.dgates[i / DGATES_PITCH][i % DGATES_PITCH] = 0;
 
-  // Cell `item`: unit item / SEQUENCES, sequence item % SEQUENCES. `through` is what of dh passes a
-  // step beside the recurrent product.
-  float dc[ITEMS], through[ITEMS];
+  // Item i of a tile is the cell of the tile's sequence `column_of(i)` and a unit of this block's.
+  auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
+  auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
+  auto unit_of = [&](int i) { return block * UNITS + item_of(i) / COLUMNS; };
+  auto sequence_of = [&](int tile, int i) {
+    return first_sequence + tile * COLUMNS + item_of(i) % COLUMNS;
+  };
+  // `through` is what of dh passes a step beside the recurrent product.
+  float dc[TILES][ITEMS], through[TILES][ITEMS];
 #pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int item = threadIdx.x + i * THREADS, unit = block * UNITS + item / SEQUENCES;
-    const int sequence = first_sequence + item % SEQUENCES;
-    const bool real = item < CELLS && sequence < batch && unit < HIDDEN;
-    const i64 state = state_base + sequence * HIDDEN + unit;
-    through[i] = real && dhn ? to_float(dhn[state]) : 0.0f;
-    dc[i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
-  }
+  for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int unit = unit_of(i), sequence = sequence_of(tile, i);
+      const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
+      const i64 state = state_base + sequence * HIDDEN + unit;
+      through[tile][i] = real && dhn ? to_float(dhn[state]) : 0.0f;
+      dc[tile][i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
+    }
   __syncthreads();
 
-  // Adds what all blocks sent in step `step` for this one's units; false where it did not come.
-  auto receive = [&](i64 step) {
-    const u32 tag = tag_of(step);
-    const int vector = threadIdx.x % VECTORS, sender = threadIdx.x / VECTORS;
-    const u32* source =
-        mailbox + (((step & 1) * groups + here) * BLOCKS + block) * BLOCKS * MESSAGE + vector * 4;
+  // A thread's part of what all blocks send for this one's units comes in rounds of AT_ONCE vectors.
+  const int vector = threadIdx.x % VECTORS, sender = threadIdx.x / VECTORS;
+  u32 word[AT_ONCE][4];
+  auto place_of = [&](i64 step, int tile) {
+    return mailbox + (((step & 1) * groups + here) * TILES + tile) * BLOCKS * BLOCKS * MESSAGE;
+  };
+  auto is_sent = [&](int part, int k) { return sender + (part + k) * SENDERS < BLOCKS; };
+  auto fetch = [&](i64 step, int tile, int part) {
+    const u32* source = place_of(step, tile) + block * BLOCKS * MESSAGE + vector * 4;
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k)
+      if (is_sent(part, k) && any_untagged(word[k], tag_of(step)))
+        load_shared_by_device(word[k], source + (sender + (part + k) * SENDERS) * MESSAGE);
+  };
+  auto ask = [&](i64 step, int tile, int part) {
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[k][i] = tag_of(step) ^ 1;  // as before it came
+    fetch(step, tile, part);
+  };
+  auto waiting = [&](i64 step, int part) {
+    bool untagged = false;
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k)
+      untagged = untagged || (is_sent(part, k) && any_untagged(word[k], tag_of(step)));
+    return untagged && patience.again();
+  };
+  // Adds what was sent in step `step`, its first round asked for before; false where it did not come.
+  auto receive = [&](i64 step, int tile) {
     float sum[IN_VECTOR];
 #pragma unroll
     for (int i = 0; i < IN_VECTOR; ++i) sum[i] = 0.0f;
 #pragma unroll
-    for (int first = 0; first < PARTS; first += AT_ONCE) {
-      u32 word[AT_ONCE][4];
-      auto there = [&](int k) { return sender + (first + k) * SENDERS < BLOCKS; };
-      auto fetch = [&] {
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
-          if (there(k) && any_untagged(word[k], tag))
-            load_shared_by_device(word[k], source + (sender + (first + k) * SENDERS) * MESSAGE);
-      };
-      auto waiting = [&] {
-        bool untagged = false;
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k)
-          untagged = untagged || (there(k) && any_untagged(word[k], tag));
-        return untagged && patience.again();
-      };
+    for (int part = 0; part < PARTS; part += AT_ONCE) {
+      if (part > 0) ask(step, tile, part);
+      while (__any_sync(0xffffffffu, waiting(step, part))) fetch(step, tile, part);
 #pragma unroll
       for (int k = 0; k < AT_ONCE; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) word[k][i] = tag ^ 1;  // as before it came
-      fetch();
-      while (__any_sync(0xffffffffu, waiting())) fetch();
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k)
-        if (there(k))
+        if (is_sent(part, k))
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             if constexpr (SHORT_MESSAGES) {
@@ -152,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (sender % SUMMED == 0)
 #pragma unroll
       for (int i = 0; i < IN_VECTOR; ++i)
-        shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i] / SCALE;
+        shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i];
     return !__syncthreads_or(patience.lost);
   };
   auto received = [&](int item) {
@@ -162,24 +174,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return sum;
   };
 
-  u32 sent = 0;
-  for (i64 step = 0; step < steps; ++step) {
-    const i64 t = direction ? step : steps - 1 - step;
-    const i64 first_row = offsets ? offsets[t] : t * batch;
-
-    // Asked for before the wait, needed after it.
+  auto time_of = [&](i64 step) { return direction ? step : steps - 1 - step; };
+  auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
+  auto is_active = [&](i64 t, int tile, int i) {
+    const int sequence = sequence_of(tile, i);
+    return has_item(i) && sequence < batch && unit_of(i) < HIDDEN &&
+           (!lengths || t < lengths[sequence]);
+  };
+  // What forward left of a tile's step for a thread's items, and the gradient of y.
+  struct Kept {
     float value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
-    bool active[ITEMS];
+  };
+  // Reads that, and asks for what a later step will read.
+  auto read = [&](i64 step, int tile, Kept& read) {
+    const i64 t = time_of(step), first_row = row_of(t);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int item = threadIdx.x + i * THREADS, unit = block * UNITS + item / SEQUENCES;
-      const int sequence = first_sequence + item % SEQUENCES;
-      active[i] = item < CELLS && sequence < batch && unit < HIDDEN &&
-                  (!lengths || t < lengths[sequence]);
-      dh[i] = c_now[i] = before[i] = 0.0f;
+      const int unit = unit_of(i), sequence = sequence_of(tile, i);
+      read.dh[i] = read.c_now[i] = read.before[i] = 0.0f;
 #pragma unroll
-      for (int g = 0; g < KEPT; ++g) value[i][g] = 0.0f;
-      if (!active[i]) continue;
+      for (int g = 0; g < KEPT; ++g) read.value[i][g] = 0.0f;
+      if (!is_active(t, tile, i)) continue;
       const i64 row = first_row + sequence;
       if (!offsets && step + PREFETCHED + 1 < steps) {
         const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
@@ -190,89 +205,124 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (CELL == LSTM)
           prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
       }
-      if (dy) dh[i] = to_float(dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit]);
+      if (dy) read.dh[i] = to_float(dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit]);
       if constexpr (KEPT > 1)
 #pragma unroll
         for (int g = 0; g < KEPT; ++g)
-          value[i][g] = to_float(kept[row * GATE_PITCH + g * HIDDEN + unit]);
+          read.value[i][g] = to_float(kept[row * GATE_PITCH + g * HIDDEN + unit]);
       if constexpr (CELL == LSTM) {
         // The row before in time: packed sequences have one only where the step before does.
-        c_now[i] = to_float(cells[row * HIDDEN + unit]);
+        read.c_now[i] = to_float(cells[row * HIDDEN + unit]);
         const bool first = direction ? t == steps - 1 || (lengths && t + 1 >= lengths[sequence])
                                      : t == 0;
         if (first) {
-          before[i] = c0 ? to_float(c0[state_base + sequence * HIDDEN + unit]) : 0.0f;
+          read.before[i] = c0 ? to_float(c0[state_base + sequence * HIDDEN + unit]) : 0.0f;
         } else {
-          const i64 other = direction ? t + 1 : t - 1;
-          const i64 other_row = (offsets ? offsets[other] : other * batch) + sequence;
-          before[i] = to_float(cells[other_row * HIDDEN + unit]);
+          const i64 other_row = row_of(direction ? t + 1 : t - 1) + sequence;
+          read.before[i] = to_float(cells[other_row * HIDDEN + unit]);
         }
       } else {  // GRU: h before the step; RNN: h after it
         const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
-        before[i] = to_float(exchange[(slot * batch + sequence) * WIDTH + unit]);
+        read.before[i] = to_float(states[(slot * batch + sequence) * WIDTH + unit]);
       }
     }
+  };
 
-    if (LOOK_AFTER > 0 && step > 0)
-      while (static_cast<int>(cycles() - sent) < LOOK_AFTER) {
-      }
-    if (step > 0 && !receive(step - 1)) return;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      const int item = threadIdx.x + i * THREADS;
-      if (item >= CELLS) continue;
-      const float carried = through[i] + (step > 0 ? received(item) : 0.0f);
-      dh[i] += carried;
-      const float(&v)[KEPT] = value[i];
-      float d[KEPT];
-      if constexpr (CELL == LSTM) {
-        const float tanh_c = hyperbolic_tangent(c_now[i]);
-        const float dcell = dc[i] + dh[i] * v[3] * (1.0f - tanh_c * tanh_c);
-        d[0] = dcell * v[2] * v[0] * (1.0f - v[0]);
-        d[1] = dcell * before[i] * v[1] * (1.0f - v[1]);
-        d[2] = dcell * v[0] * (1.0f - v[2] * v[2]);
-        d[3] = dh[i] * tanh_c * v[3] * (1.0f - v[3]);
-        through[i] = 0.0f;
-        if (active[i]) dc[i] = dcell * v[1];
-      } else if constexpr (CELL == GRU) {
-        d[0] = dh[i] * (1.0f - v[1]) * (1.0f - v[2] * v[2]);
-        d[1] = d[0] * v[3] * v[0] * (1.0f - v[0]);
-        d[2] = dh[i] * (before[i] - v[2]) * v[1] * (1.0f - v[1]);
-        d[3] = d[0] * v[0];
-        through[i] = dh[i] * v[1];
-      } else {
-        d[0] = CELL == RNN_RELU ? (before[i] > 0.0f ? dh[i] : 0.0f)
-                                : dh[i] * (1.0f - before[i] * before[i]);
-        through[i] = 0.0f;
-      }
-      if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
-        through[i] = carried;
-#pragma unroll
-        for (int g = 0; g < KEPT; ++g) d[g] = 0.0f;
-      }
-      // For the recurrent product: rows unit * GATES + gate, in the matrix's order of gates.
-      const int unit = item / SEQUENCES;
-      T* row = reinterpret_cast<T*>(shared.dgates[item % SEQUENCES]) + unit * GATES;
-#pragma unroll
-      for (int g = 0; g < GATES; ++g)
-        row[g] = from_float<T>(as_exchanged(d[CELL == GRU ? g + 1 : g]));
-#pragma unroll
-      for (int g = 0; g < KEPT; ++g) value[i][g] = d[g];
-    }
-    __syncthreads();
-
-    const u32 tag = tag_of(step);
-    u32* const target =
-        mailbox + (((step & 1) * groups + here) * BLOCKS * BLOCKS + block) * MESSAGE;
-#pragma unroll 1
+  u32 sent = 0;
+  Kept coming;  // the next tile's
+  if (TILES > 1 && steps > 0) read(0, 0, coming);
+  for (i64 step = 0; step < steps; ++step) {
+    const i64 t = time_of(step), first_row = row_of(t);
+#pragma unroll 1  // code of one tile stays in the instruction cache
     for (int tile = 0; tile < TILES; ++tile) {
+      if (tile >= tiles) break;
+
+      // Asked for before the wait, needed after it.
+      Kept now;
+      if (TILES > 1)
+        now = coming;
+      else
+        read(step, tile, now);
+      auto& [value, dh, c_now, before] = now;
+      bool active[ITEMS];
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) active[i] = is_active(t, tile, i);
+
+      if (step > 0) {
+        if constexpr (TILES == 1) {
+          if (LOOK_AFTER > 0)
+            while (static_cast<int>(cycles() - sent) < LOOK_AFTER) {
+            }
+          ask(step - 1, tile, 0);
+        }
+        if (!receive(step - 1, tile)) return;
+      } else if (TILES > 1) {
+        __syncthreads();  // as in `receive`: the tile before has read its gradients
+      }
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) {
+        if (!has_item(i)) continue;
+        const int item = item_of(i);
+        const float carried = through[tile][i] + (step > 0 ? received(item) : 0.0f);
+        dh[i] += carried;
+        const float(&v)[KEPT] = value[i];
+        float d[KEPT];
+        if constexpr (CELL == LSTM) {
+          const float tanh_c = hyperbolic_tangent(c_now[i]);
+          const float dcell = dc[tile][i] + dh[i] * v[3] * (1.0f - tanh_c * tanh_c);
+          d[0] = dcell * v[2] * v[0] * (1.0f - v[0]);
+          d[1] = dcell * before[i] * v[1] * (1.0f - v[1]);
+          d[2] = dcell * v[0] * (1.0f - v[2] * v[2]);
+          d[3] = dh[i] * tanh_c * v[3] * (1.0f - v[3]);
+          through[tile][i] = 0.0f;
+          if (active[i]) dc[tile][i] = dcell * v[1];
+        } else if constexpr (CELL == GRU) {
+          d[0] = dh[i] * (1.0f - v[1]) * (1.0f - v[2] * v[2]);
+          d[1] = d[0] * v[3] * v[0] * (1.0f - v[0]);
+          d[2] = dh[i] * (before[i] - v[2]) * v[1] * (1.0f - v[1]);
+          d[3] = d[0] * v[0];
+          through[tile][i] = dh[i] * v[1];
+        } else {
+          d[0] = CELL == RNN_RELU ? (before[i] > 0.0f ? dh[i] : 0.0f)
+                                  : dh[i] * (1.0f - before[i] * before[i]);
+          through[tile][i] = 0.0f;
+        }
+        if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
+          through[tile][i] = carried;
+#pragma unroll
+          for (int g = 0; g < KEPT; ++g) d[g] = 0.0f;
+        }
+        // For the recurrent product: rows unit * GATES + gate, in the matrix's order of gates.
+        auto row_of = [&](int column) {
+          return reinterpret_cast<T*>(shared.dgates[column]) + item / COLUMNS * GATES;
+        };
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) {
+          const float gradient = d[CELL == GRU ? g + 1 : g];
+          row_of(item % COLUMNS)[g] = from_float<T>(for_products(gradient));
+          if constexpr (PRECISION == SPLIT)
+            row_of(item % COLUMNS + COLUMNS)[g] = from_float<T>(rest_for_products(gradient));
+        }
+#pragma unroll
+        for (int g = 0; g < KEPT; ++g) value[i][g] = d[g];
+      }
+      __syncthreads();
+
+      if constexpr (TILES > 1) {  // the next tile's: sent while this block worked on others
+        const i64 next_step = tile + 1 < tiles ? step : step + 1;
+        const int next_tile = tile + 1 < tiles ? tile + 1 : 0;
+        if (next_step > 0) ask(next_step - 1, next_tile, 0);
+        if (next_step < steps) read(next_step, next_tile, coming);
+      }
+      const u32 tag = tag_of(step);
+      u32* const target = place_of(step, tile) + block * MESSAGE;
       const int column = lane / 4;
       RightOperand right[CHUNKS];
 #pragma unroll
       for (int k = 0; k < CHUNKS; ++k) {
         const uint4 read = *reinterpret_cast<const uint4*>(
-            &shared.dgates[tile * COLUMNS + column % COLUMNS][k * 16 + lane % 4 * 4]);
-        const bool wanted = PRECISION == SPLIT || column < COLUMNS;
+            &shared.dgates[column % SENT_COLUMNS][k * 16 + lane % 4 * 4]);
+        const bool wanted = column < SENT_COLUMNS;
         const u32 word[4] = {wanted ? read.x : 0, wanted ? read.y : 0, wanted ? read.z : 0,
                              wanted ? read.w : 0};
         right[k] = RightOperand(word);
@@ -281,48 +331,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int m = 0; m < M_TILES; ++m) {
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-        for (int k = 0; k < CHUNKS; ++k) fragment[m].multiply(sum, k, right[k]);
+        for (int k = 0; k < CHUNKS; ++k) matrix.multiply(sum, m, k, right[k]);
         if constexpr (PRECISION == SPLIT)
 #pragma unroll
           for (int i = 0; i < 4; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-        const int pair = tile * COLUMNS + lane % 4 * 2;
+        const int pair = lane % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int to = (warp * M_TILES + m) * 16 + lane / 4 + half * 8;
-          if (to >= WIDTH || lane % 4 * 2 >= COLUMNS) continue;
+          if (to >= WIDTH || pair >= COLUMNS) continue;
           const float first = sum[half * 2], second = sum[half * 2 + 1];
           u32* const place =
-              target + ((static_cast<i64>(to / UNITS) * BLOCKS * UNITS + to % UNITS) * SEQUENCES +
-                        pair) / IN_WORD;
+              target +
+              ((static_cast<i64>(to / UNITS) * BLOCKS * UNITS + to % UNITS) * COLUMNS + pair) /
+                  IN_WORD;
           if constexpr (SHORT_MESSAGES)
-            store_shared_by_device(place, with_tag(first * SCALE, second * SCALE, tag));
+            store_shared_by_device(place, with_tag(first, second, tag));
           else
             store_shared_by_device(place, with_tag(first, tag), with_tag(second, tag));
         }
       }
-    }
-
-    sent = cycles();
+      sent = cycles();
 
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      if (!active[i]) continue;
-      const int item = threadIdx.x + i * THREADS, unit = block * UNITS + item / SEQUENCES;
-      const i64 row = first_row + first_sequence + item % SEQUENCES;
+      for (int i = 0; i < ITEMS; ++i) {
+        if (!active[i]) continue;
+        const i64 row = first_row + sequence_of(tile, i);
 #pragma unroll
-      for (int g = 0; g < KEPT; ++g)
-        dgates[row * GATE_PITCH + g * HIDDEN + unit] = from_float<T>(value[i][g]);
+        for (int g = 0; g < KEPT; ++g)
+          dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(value[i][g]);
+      }
     }
   }
 
-  if (steps > 0 && !receive(steps - 1)) return;
 #pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int item = threadIdx.x + i * THREADS, unit = block * UNITS + item / SEQUENCES;
-    const int sequence = first_sequence + item % SEQUENCES;
-    if (item >= CELLS || sequence >= batch || unit >= HIDDEN) continue;
-    const i64 state = state_base + sequence * HIDDEN + unit;
-    dh0[state] = from_float<T>(through[i] + received(item));
-    if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[i]);
+  for (int tile = 0; tile < TILES; ++tile) {
+    if (tile >= tiles) break;
+    if (steps > 0) {
+      if (TILES == 1 || tile > 0) ask(steps - 1, tile, 0);
+      if (!receive(steps - 1, tile)) return;
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int unit = unit_of(i), sequence = sequence_of(tile, i);
+      if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
+      const i64 state = state_base + sequence * HIDDEN + unit;
+      dh0[state] = from_float<T>(through[tile][i] + received(item_of(i)));
+      if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[tile][i]);
+    }
+    __syncthreads();  // the partial sums are read before the next tile's take their place
   }
 }

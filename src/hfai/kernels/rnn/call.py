@@ -20,7 +20,7 @@ from hfai.kernels.coverage import PLAIN_TYPES, dense, why_not_plain
 from hfai.kernels.rnn import dispatch, status
 from hfai.kernels.rnn.autograd import Sequences, apply_layer, run
 from hfai.kernels.rnn.plan import Cell, Precision
-from hfai.kernels.rnn.programs import Configuration
+from hfai.kernels.rnn.programs import Configuration, refused
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_HIDDEN = 1 << 16
@@ -150,7 +150,7 @@ def _look_up(
         dtype,
         precision_of(dtype),
     )
-    return found if isinstance(found, str) else _refused.get(found, found)
+    return found if isinstance(found, str) else refused.get(found, found)
 
 
 @functools.cache
@@ -172,10 +172,6 @@ def _found(
         return f"the weights of {hidden} hidden units do not stay on the chip"
     reason = dispatch.why_left_to_torch(plan, batch, steps, limits)
     return _configuration(device, dtype, plan) if reason is None else reason
-
-
-# What a device would not run when it was asked to, and its words: torch's from then on.
-_refused: dict[Configuration, str] = {}
 
 
 # Batches of several sizes share a plan, and so its compiled programs.
@@ -201,7 +197,8 @@ def run_stack(
         c0: as h0; LSTM only.
 
     Returns:
-        y [rows, directions * hidden] of the last layer; hn and cn as h0, cn None without c.
+        y of the last layer, [steps, batch, directions * hidden], or of packed sequences [rows,
+        directions * hidden]; hn and cn as h0, cn None without c.
 
     Raises:
         RefusedError: the device has no room for all blocks at once; this is remembered.
@@ -221,15 +218,16 @@ def run_stack(
         try:
             made = _run_layer(configuration, stack, sequences, dense(x), states, weights)
         except RefusedError as error:
-            _refused[configuration] = str(error)
+            refused[configuration] = str(error)
             raise
-        x = made[0]
+        x = y = made[0]
+        x = x.view(sequences.steps.rows, -1)
         last_h.append(made[1])
         last_c += made[2:]
     hn = last_h[0] if len(last_h) == 1 else torch.cat(last_h)
     if not last_c:
-        return x, hn, None
-    return x, hn, last_c[0] if len(last_c) == 1 else torch.cat(last_c)
+        return y, hn, None
+    return y, hn, last_c[0] if len(last_c) == 1 else torch.cat(last_c)
 
 
 def _run_layer(
@@ -245,6 +243,9 @@ def _run_layer(
     if torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, h0, c0, *weights)
     ):
+        reason = configuration.refuses()
+        if reason is not None:
+            raise RefusedError(reason)
         return apply_layer(x, h0, c0, configuration, sequences, stack.has_bias, *weights)
     made, _ = run(configuration, sequences, x, h0, c0, stack.has_bias, weights, False)
     return (made.y, made.hn) if made.cn is None else (made.y, made.hn, made.cn)

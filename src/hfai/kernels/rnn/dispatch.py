@@ -26,14 +26,11 @@ MOST_TILES = 4
 # 256 and GRU 256 ran at 1.1 to 1.4 times torch's speed with 64 sequences, at 0.6 to 0.9 with 128.
 MOST_SEQUENCES = 64
 
-# Torch's whatever the size, until tests/gpu/nn/test_rnn.py has passed with it. Its errors were
-# measured below cuDNN's, but a tenth above 1.5 times those of torch with cuDNN switched off, which
-# is what that test compared with unawares (docs/kernels/rnn.md). Empty this to turn it on.
-UNCHECKED = frozenset({Precision.SPLIT})
-
 # Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
 # being sent: forward waits so many cycles first. With fewer blocks that gains nothing.
-LOOK_AFTER = 600
+# LSTM 985, batch 4, TF32 on an H200, us a step: 8 warps 1.92 (600 cycles), 16 warps 1.81 (600) and
+# 1.78 (900).
+LOOK_AFTER = {8: 600, 16: 900}
 MANY_BLOCKS = 64
 
 # Microseconds of a step of both passes, fitted to ten plans measured on an H200: the exchanges, a
@@ -41,6 +38,9 @@ MANY_BLOCKS = 64
 EXCHANGE = 2.5
 TILE = 0.65
 SENT_BYTES = 1.7e6
+# Of one fragment for 16 rows that every warp reads from shared memory, by its size and the 128
+# bytes a cycle of a multiprocessor; not measured.
+READ_FROM_SHARED = 0.04
 
 
 @functools.cache
@@ -58,14 +58,16 @@ def choose(
     ]
     if not fitting:
         return None
+    # Registers are read at once; shared memory is for what has no room in them.
+    fitting = [plan for plan in fitting if not _reads_shared(plan)] or fitting
 
     def cost(plan: Plan) -> tuple[float, ...]:
         return (
             _step_time(plan, batch, limits),
             not plan.wide_rest,  # accuracy, where it costs no time
             plan.units if plan.cell.gates > 1 else -plan.units,
-            # Forward has more to keep in registers, backward more to do between two waits.
-            plan.forward_warps,
+            # Half a warp's share of h comes in one look where the share of 8 warps takes two.
+            -plan.forward_warps if _gains_by_warps(plan) else plan.forward_warps,
             -plan.backward_warps,
         )
 
@@ -77,7 +79,7 @@ def _plans(
 ) -> Iterator[Plan]:
     columns = 4 if precision is Precision.SPLIT or batch <= 4 else 8
     for units in UNITS:
-        look_after = LOOK_AFTER if -(-hidden // units) >= MANY_BLOCKS else 0
+        many = -(-hidden // units) >= MANY_BLOCKS
         for tiles in TILES:
             if tiles > 1 and (tiles // 2) * columns >= batch:
                 break  # more tiles than sequences
@@ -85,17 +87,32 @@ def _plans(
                 for wide in (True, False) if precision is Precision.SPLIT else (False,):
                     yield Plan(
                         cell, hidden, directions, precision, units, columns, tiles,
-                        forward_warps, backward_warps, wide, forward_look_after=look_after,
+                        forward_warps, backward_warps, wide,
+                        forward_look_after=LOOK_AFTER[forward_warps] if many else 0,
                         # With four columns a message is a line of the cache at most either way,
                         # and lines are what counts: measured to gain nothing there.
                         short_messages=precision is Precision.HALF and columns == 8,
                     )  # fmt: skip
 
 
+def _reads_shared(plan: Plan) -> bool:
+    return plan.forward_in_shared + plan.backward_in_shared > 0
+
+
+def _gains_by_warps(plan: Plan) -> bool:
+    return (
+        plan.cell is Cell.LSTM
+        and plan.precision is Precision.TF32
+        and plan.tiles == 1
+        and plan.blocks >= MANY_BLOCKS
+    )
+
+
 def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:
     groups, waves = plan.groups(batch), _waves(plan, batch, limits)
     sent = 2 * plan.mailbox_floats(groups)  # bytes a step: half of the floats, 4 bytes each
-    return waves * (EXCHANGE + TILE * plan.tiles * plan.row_tiles) + sent / SENT_BYTES
+    read = READ_FROM_SHARED * (plan.forward_in_shared + plan.backward_in_shared)
+    return waves * (EXCHANGE + plan.tiles * (TILE * plan.row_tiles + read)) + sent / SENT_BYTES
 
 
 def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
@@ -105,8 +122,6 @@ def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
 
 def why_left_to_torch(plan: Plan, batch: int, steps: int, limits: DeviceLimits) -> str | None:
     """Return why a call is left to torch, or None where our kernels are faster."""
-    if plan.precision in UNCHECKED:
-        return "in fp32's own precision (TF32 off) the kernels' errors are not checked on a GPU yet"
     if steps < FEWEST_STEPS:
         return f"{steps} steps are too few to pay for loading the weights"
     if plan.hidden < FEWEST_UNITS[plan.cell]:

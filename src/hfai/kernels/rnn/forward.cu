@@ -2,44 +2,53 @@
 //
 // A group of BLOCKS blocks runs one direction for TILES * COLUMNS sequences of the batch; groups do
 // not talk to each other. A block owns UNITS hidden units and keeps their ROWS rows of the recurrent
-// matrix in registers, spread over the warps by the summed dimension. In each step
+// matrix in registers (and shared memory), spread over the warps by the summed dimension. Tiles of COLUMNS sequences are
+// recurrences of their own that take turns: while one tile's h travels, the block works on others.
+// In each step of a tile
 //   1. every warp waits for its stretch of h and multiplies it, for all rows;
-//   2. the warps' partial sums meet in shared memory (the step's only barrier);
+//   2. the warps' partial sums meet in shared memory (the only barrier);
 //   3. a thread for each unit, sequence and gate adds them up, and the cell's new h goes out.
-// Values outside of the matrix are zeros, and units beyond HIDDEN compute zeros for whoever reads
-// them.
+// Values outside of the matrix are zeros, and units beyond HIDDEN send zeros to whoever reads them.
 //
 // Memory, with N rows of x (step-major, or packed: row = offsets[t] + b):
 //   gates     [D][N][GATE_PITCH]      in: input products, gate-major; out: what backward needs
-//   exchange  [D][steps + 1][B][BLOCKS * UNITS]  h, filled with ABSENT; slot t holds h before step t
-//             (direction 1: after it, slot `steps` being the first)
+//   exchange  [D][steps + 1][tiles of the batch][COPIES][BLOCKS][SENT_COLUMNS][UNITS]  h, filled with
+//             ABSENT; what a block sends in a step lies together, in as few cache lines as can be.
+//             Each block reads one copy: lines that all want at once are served one after the other
+//   states    [D][steps + 1][B][WIDTH]  h once more, in rows, where backward follows
 //   y         [N][D * HIDDEN], cells [D][N][HIDDEN] (LSTM), h0, c0, hn, cn [D][B][HIDDEN]
+// Slot t of exchange and states holds h before step t (direction 1: after it, slot `steps` being the
+// first).
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int WIDTH = UNITS * BLOCKS;  // of a row of `exchange`
+constexpr int WIDTH = UNITS * BLOCKS;  // of a row of `states`
 constexpr int M_TILES = ceil_div(ROWS, 16);
 constexpr int CHUNKS = ceil_div(WIDTH, CHUNK * WARPS);  // a warp's
-// Rounds in which a warp's stretch of one tile comes; AT_ONCE is the plan's, in chunks.
+// Rounds in which a warp's stretch of a tile comes; AT_ONCE is the plan's, in chunks.
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
-constexpr int AHEAD = TILES > 1;
+// A round is asked for before the last one is multiplied, where registers are left for it.
+constexpr int BUFFERS = PRECISION == SPLIT ? 1 : smaller(PARTS, 2);
 // Steps ahead of its use at which a gate's input is asked for from memory.
 constexpr int PREFETCHED = 2;
-constexpr int SEQUENCES = TILES * COLUMNS;              // a group's
+constexpr int SEQUENCES = TILES * COLUMNS;  // a group's
+constexpr int SENT = SENT_COLUMNS * UNITS;  // by a block, of one tile and step
 // Lanes that share a cell: LSTM and GRU spread its activations over four.
 constexpr int SHARE = GATES == 1 ? 1 : 4;
-constexpr int ITEMS = ceil_div(SEQUENCES * UNITS * SHARE, THREADS);  // a thread's
+constexpr int ITEMS = ceil_div(COLUMNS * UNITS * SHARE, THREADS);  // a thread's, of one tile
 // Rows of a column of sums, padded so that a fragment's stores meet no bank twice.
 constexpr int ROW_PITCH = 16 * M_TILES + 4;
-constexpr int SUMS = 8 * ROW_PITCH;  // of one tile and warp
-static_assert(UNITS * sizeof(T) % 16 == 0, "blocks fill whole vectors of the exchanged row");
+constexpr int SUMS = 8 * ROW_PITCH;  // of one warp
+static_assert(CHUNK % UNITS == 0, "chunks are whole blocks' units");
+static_assert(UNITS % VECTOR == 0, "a lane's vector is of one block");
+static_assert(THREADS % (UNITS * SHARE) == 0, "a thread's items are of one unit and gate");
 
-// Twice, since a warp may be a step ahead of a thread that still adds up.
-extern __shared__ float sums[];  // [2][TILES][WARPS][8][ROW_PITCH]
+// Twice, since a warp may be a tile ahead of a thread that still adds up.
+extern __shared__ float sums[];  // [2][WARPS][8][ROW_PITCH], and then the matrix's part
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_rnn_forward(T* gates, const T* weight_0, const T* weight_1, const T* bias_input_0,
                      const T* bias_input_1, const T* bias_hidden_0, const T* bias_hidden_1,
-                     const T* h0, const T* c0, T* exchange, T* y, T* cells, T* hn, T* cn,
+                     const T* h0, const T* c0, T* exchange, T* states, T* y, T* cells, T* hn, T* cn,
                      const i64* lengths, const i64* offsets, i64 steps, i64 batch, i64 rows,
                      i64 first_group, u32* status) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -47,238 +56,300 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int group = static_cast<int>(first_group) + blockIdx.x / BLOCKS;
   const int direction = group % DIRECTIONS;
   const int first_sequence = group / DIRECTIONS * SEQUENCES;
+  const i64 tiles_of_batch = (batch + COLUMNS - 1) / COLUMNS;
+  const int first_tile = group / DIRECTIONS * TILES;
+  // The last group of a batch may have fewer.
+  const int tiles = smaller(TILES, static_cast<int>(tiles_of_batch) - first_tile);
   const T* weight = direction ? weight_1 : weight_0;
   const T* bias_input = direction ? bias_input_1 : bias_input_0;
   const T* bias_hidden = direction ? bias_hidden_1 : bias_hidden_0;
   gates += direction * rows * GATE_PITCH;
   cells += direction * rows * HIDDEN;
-  exchange += direction * (steps + 1) * batch * WIDTH;
+  exchange += direction * (steps + 1) * tiles_of_batch * COPIES * BLOCKS * SENT;
+  states += direction * (steps + 1) * batch * WIDTH;
   Patience patience(status);
 
-  Fragment<CHUNKS> fragment[M_TILES];
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-    fragment[m].load([&](int r, int k) {
-      const int row = m * 16 + r, column = warp * CHUNKS * CHUNK + k;
-      const int unit = block * UNITS + row / GATES;
-      if (row >= ROWS || unit >= HIDDEN || column >= HIDDEN) return from_float<T>(0.0f);
-      return weight[static_cast<i64>(row % GATES * HIDDEN + unit) * HIDDEN + column];
-    });
+  Matrix<M_TILES, CHUNKS> matrix(sums + 2 * WARPS * SUMS);
+  matrix.load([&](int row, int k) {
+    const int column = warp * CHUNKS * CHUNK + k, unit = block * UNITS + row / GATES;
+    if (row >= ROWS || unit >= HIDDEN || column >= HIDDEN) return from_float<T>(0.0f);
+    return weight[static_cast<i64>(row % GATES * HIDDEN + unit) * HIDDEN + column];
+  });
 
-  // A thread's share of the cells: which, and what it carries from step to step.
-  float c[ITEMS], h[ITEMS], bias[ITEMS];
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int item = threadIdx.x + i * THREADS;
-    const int gate = item % SHARE, local = item / SHARE % UNITS, unit = block * UNITS + local;
-    const int sequence = first_sequence + item / (SHARE * UNITS);
-    const bool real = item < SEQUENCES * UNITS * SHARE && sequence < batch && unit < HIDDEN;
-    const i64 state = (direction * batch + sequence) * HIDDEN + unit;
-    h[i] = real && h0 ? to_float(h0[state]) : 0.0f;
-    c[i] = CELL == LSTM && real && c0 ? to_float(c0[state]) : 0.0f;
-    bias[i] = 0.0f;
-    if (real && bias_input) {
-      // GRU's n has its two biases apart: lane 2 adds the recurrent one, lane 3 the input's.
-      if (CELL != GRU || gate != 2)
-        bias[i] += to_float(bias_input[(CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit]);
-      if (CELL != GRU || gate != 3) bias[i] += to_float(bias_hidden[gate * HIDDEN + unit]);
-    }
+  // A thread's share of the cells. Item i of a tile is lane `gate` of unit `unit` for the tile's
+  // sequence `column_of(i)`.
+  const int gate = threadIdx.x % SHARE, local = threadIdx.x / SHARE % UNITS;
+  const int unit = block * UNITS + local;
+  auto column_of = [&](int i) {
+    return static_cast<int>(threadIdx.x + i * THREADS) / (SHARE * UNITS);
+  };
+  auto has_item = [&](int i) {
+    return COLUMNS * UNITS * SHARE % THREADS == 0 || column_of(i) < COLUMNS;
+  };
+  auto sequence_at = [&](int tile, int column) { return first_sequence + tile * COLUMNS + column; };
+  float bias = 0.0f;
+  if (unit < HIDDEN && bias_input) {
+    // GRU's n has its two biases apart: lane 2 adds the recurrent one, lane 3 the input's.
+    if (CELL != GRU || gate != 2)
+      bias += to_float(bias_input[(CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit]);
+    if (CELL != GRU || gate != 3) bias += to_float(bias_hidden[gate * HIDDEN + unit]);
   }
-
-  // Publishes the h of all items in slot `slot` of the exchange.
-  auto publish = [&](i64 slot) {
-    T* const row = exchange + slot * batch * WIDTH + block * UNITS;
+  // What it carries from step to step.
+  float c[TILES][ITEMS], h[TILES][ITEMS];
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int item = threadIdx.x + i * THREADS;
-      const int sequence = first_sequence + item / (SHARE * UNITS);
-      const bool mine = item < SEQUENCES * UNITS * SHARE && item % SHARE == 0 && sequence < batch;
-      T* target = row + sequence * WIDTH + item / SHARE % UNITS;
+      const int sequence = sequence_at(tile, column_of(i));
+      const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
+      const i64 state = (direction * batch + sequence) * HIDDEN + unit;
+      h[tile][i] = real && h0 ? to_float(h0[state]) : 0.0f;
+      c[tile][i] = CELL == LSTM && real && c0 ? to_float(c0[state]) : 0.0f;
+    }
+
+  // Sends a tile's h, to be slot `slot` of the exchange.
+  auto publish = [&](int tile, i64 slot) {
+    T* const sent =
+        exchange + ((slot * tiles_of_batch + first_tile + tile) * COPIES * BLOCKS + block) * SENT;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int column = column_of(i);
+      const bool real = has_item(i) && sequence_at(tile, column) < batch;
+      u32 whole = 0, rest = 0;
       if constexpr (PRECISION == HALF) {
-        const float next = __shfl_down_sync(0xffffffffu, h[i], SHARE);
-        if (mine && item / SHARE % 2 == 0)
-          store_shared_by_device(target, without_absent(from_float<T>(h[i]), from_float<T>(next)));
-      } else if (mine) {
-        store_shared_by_device(target, without_absent(as_exchanged(h[i])));
+        const float next = __shfl_down_sync(0xffffffffu, h[tile][i], SHARE);
+        whole = without_absent(from_float<T>(h[tile][i]), from_float<T>(next));
+      } else {
+        whole = without_absent(for_products(h[tile][i]));
+      }
+      if constexpr (PRECISION == SPLIT) rest = without_absent(rest_for_products(h[tile][i]));
+      // A cell's lanes, which all have its h, share the copies.
+#pragma unroll
+      for (int copy = 0; copy < COPIES; ++copy) {
+        T* const target = sent + copy * BLOCKS * SENT + column * UNITS + local;
+        if (real && gate == copy % SHARE && (PRECISION != HALF || local % 2 == 0))
+          store_shared_by_device(target, whole);
+        if (PRECISION == SPLIT && real && gate == (SHARE - 1 + copy) % SHARE)
+          store_shared_by_device(target + COLUMNS * UNITS, rest);
       }
     }
   };
-  publish(direction ? steps : 0);
+  // Keeps it for backward.
+  auto keep = [&](int tile, i64 slot) {
+    if constexpr (SAVE)
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) {
+        const int sequence = sequence_at(tile, column_of(i));
+        if (has_item(i) && gate == SHARE - 1 && sequence < batch)
+          states[(slot * batch + sequence) * WIDTH + unit] = from_float<T>(h[tile][i]);
+      }
+  };
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    if (tile >= tiles) break;
+    publish(tile, direction ? steps : 0);
+    keep(tile, direction ? steps : 0);
+  }
   u32 published = cycles();
 
-  // The sequence of this lane's column of the right operand, and its place in a row of h.
-  auto sequence_of = [&](int tile) {
-    return first_sequence + tile * COLUMNS + lane / 4 % COLUMNS;
+  // A warp's stretch of h comes in rounds, AT_ONCE chunks each.
+  const int column = lane / 4 % SENT_COLUMNS, stretch = warp * CHUNKS * CHUNK + lane % 4 * VECTOR;
+  const int place = (stretch / UNITS * SENT_COLUMNS + column) * UNITS + stretch % UNITS;
+  u32 word[BUFFERS][AT_ONCE][4];
+  auto fetch = [&](i64 slot, int tile, int part) {
+    const T* source = exchange +
+                      ((slot * tiles_of_batch + first_tile + tile) * COPIES + block % COPIES) *
+                          BLOCKS * SENT +
+                      place + part * AT_ONCE * CHUNK * SENT_COLUMNS;
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k)
+      if (any_absent(word[part % BUFFERS][k]))
+        load_shared_by_device(word[part % BUFFERS][k], source + k * CHUNK * SENT_COLUMNS);
   };
-  const int stretch = warp * CHUNKS * CHUNK + lane % 4 * VECTOR;
-
-  for (i64 step = 0; step < steps; ++step) {
-    const i64 t = direction ? steps - 1 - step : step;
-    const i64 first_row = offsets ? offsets[t] : t * batch;
-    T* const step_gates = gates + first_row * GATE_PITCH;
-    float* const step_sums = sums + (step & 1) * TILES * WARPS * SUMS;
-
-    // Asked for before the wait, needed after it.
-    float input[ITEMS];
-    bool active[ITEMS];
+  auto ask = [&](i64 slot, int tile, int part) {
+    const bool wanted = sequence_at(tile, column % COLUMNS) < batch && lane / 4 < SENT_COLUMNS;
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const int chunk = part * AT_ONCE + k;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        word[part % BUFFERS][k][i] =
+            wanted && chunk < CHUNKS && stretch + chunk * CHUNK < WIDTH ? ABSENT : 0;
+    }
+    fetch(slot, tile, part);
+  };
+  auto waiting = [&](int part) {
+    bool absent = false;
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[part % BUFFERS][k]);
+    return absent && patience.again();
+  };
+  auto time_of = [&](i64 step) { return direction ? steps - 1 - step : step; };
+  auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
+  auto slot_before = [&](i64 t) { return direction ? t + 1 : t; };
+  auto is_active = [&](i64 t, int tile, int i) {
+    const int sequence = sequence_at(tile, column_of(i));
+    return has_item(i) && sequence < batch && unit < HIDDEN && (!lengths || t < lengths[sequence]);
+  };
+  // Reads the gates' inputs of a tile's step, and asks for those of a later one.
+  auto read_input = [&](i64 step, int tile, float (&input)[ITEMS]) {
+    const i64 t = time_of(step);
+    T* const step_gates = gates + row_of(t) * GATE_PITCH;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int item = threadIdx.x + i * THREADS;
-      const int gate = item % SHARE, unit = block * UNITS + item / SHARE % UNITS;
-      const int sequence = first_sequence + item / (SHARE * UNITS);
-      active[i] = item < SEQUENCES * UNITS * SHARE && sequence < batch && unit < HIDDEN &&
-                  (!lengths || t < lengths[sequence]);
       input[i] = 0.0f;
-      if (active[i] && (CELL != GRU || gate != 2)) {
-        const T* source = step_gates + sequence * GATE_PITCH +
+      if (is_active(t, tile, i) && (CELL != GRU || gate != 2)) {
+        const T* source = step_gates + sequence_at(tile, column_of(i)) * GATE_PITCH +
                           (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
         input[i] = to_float(*source);
         if (!offsets && step + PREFETCHED < steps)
           prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
       }
     }
-    // Looking too early costs everybody bandwidth, and then another look.
-    if (LOOK_AFTER > 0)
-      while (static_cast<int>(cycles() - published) < LOOK_AFTER) {
+  };
+  u32 turn = 0;
+  float coming[ITEMS];  // the next tile's inputs
+  if (TILES > 1 && steps > 0) {
+    ask(slot_before(time_of(0)), 0, 0);
+    read_input(0, 0, coming);
+  }
+
+  for (i64 step = 0; step < steps; ++step) {
+    const i64 t = time_of(step);
+    const i64 first_row = row_of(t);
+    T* const step_gates = gates + first_row * GATE_PITCH;
+#pragma unroll 1  // code of one tile stays in the instruction cache
+    for (int tile = 0; tile < TILES; ++tile) {
+      if (tile >= tiles) break;
+      float* const turn_sums = sums + (turn & 1) * WARPS * SUMS;
+      ++turn;
+
+      // Asked for before the wait, needed after it.
+      float input[ITEMS];
+      bool active[ITEMS];
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) {
+        active[i] = is_active(t, tile, i);
+        if (TILES > 1) input[i] = coming[i];
+      }
+      if (TILES == 1) read_input(step, tile, input);
+      // With one tile nothing is on its way yet. Looking too early costs everybody bandwidth, and
+      // then another look.
+      if constexpr (TILES == 1) {
+        if (LOOK_AFTER > 0)
+          while (static_cast<int>(cycles() - published) < LOOK_AFTER) {
+          }
+        ask(slot_before(t), tile, 0);
       }
 
-    // A warp's stretch of h comes in rounds, AT_ONCE chunks of one tile each; where there are several
-    // tiles the next round's is asked for before this one's is multiplied.
-    u32 word[1 + AHEAD][AT_ONCE][4];
-    float sum[M_TILES][2][4];  // even and odd chunks: shorter chains of products
-    const T* const slot = exchange + (direction ? t + 1 : t) * batch * WIDTH;
-    auto fetch = [&](int round) {
-      const int sequence = sequence_of(round / PARTS), start = round % PARTS * AT_ONCE;
-      const T* source = slot + sequence * WIDTH + stretch + start * CHUNK;
+      float sum[M_TILES][2][4];  // even and odd chunks: shorter chains of products
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k)
-        if (any_absent(word[round & AHEAD][k]))
-          load_shared_by_device(word[round & AHEAD][k], source + k * CHUNK);
-    };
-    auto ask = [&](int round) {
-      const int start = round % PARTS * AT_ONCE;
-      const bool wanted = sequence_of(round / PARTS) < batch &&
-                          (PRECISION == SPLIT || lane / 4 < COLUMNS);
+      for (int i = 0; i < 8 * M_TILES; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k)
+      for (int part = 0; part < PARTS; ++part) {
+        while (__any_sync(0xffffffffu, waiting(part))) fetch(slot_before(t), tile, part);
+        patience.rest();
+        if (BUFFERS > 1 && part + 1 < PARTS) ask(slot_before(t), tile, part + 1);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          word[round & AHEAD][k][i] =
-              wanted && start + k < CHUNKS && stretch + (start + k) * CHUNK < WIDTH ? ABSENT : 0;
-      fetch(round);
-    };
-    auto waiting = [&](int round) {
-      bool absent = false;
+        for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k) {
+          const RightOperand right(word[part % BUFFERS][k]);
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[round & AHEAD][k]);
-      return absent && patience.again();
-    };
-    ask(0);
-#pragma unroll
-    for (int round = 0; round < TILES * PARTS; ++round) {
-      const int tile = round / PARTS, start = round % PARTS * AT_ONCE;
-      if (start == 0)
-#pragma unroll
-        for (int i = 0; i < 8 * M_TILES; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
-      if (AHEAD && round + 1 < TILES * PARTS) ask(round + 1);
-      while (__any_sync(0xffffffffu, waiting(round))) fetch(round);
-      patience.rest();
-#pragma unroll
-      for (int k = 0; k < smaller(AT_ONCE, CHUNKS - start); ++k) {
-        const RightOperand right(word[round & AHEAD][k]);
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-          fragment[m].multiply(sum[m][k & 1], start + k, right);
+          for (int m = 0; m < M_TILES; ++m)
+            matrix.multiply(sum[m][k & 1], m, part * AT_ONCE + k, right);
+        }
+        if (BUFFERS == 1 && part + 1 < PARTS) ask(slot_before(t), tile, part + 1);
       }
-      if (!AHEAD && round + 1 < TILES * PARTS) ask(round + 1);
-      if (round % PARTS == PARTS - 1) {
-        float* const target = step_sums + (tile * WARPS + warp) * SUMS +
-                              lane % 4 * 2 * ROW_PITCH + lane / 4;
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
-      }
-    }
-    if (__syncthreads_or(patience.lost)) return;
-
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      const int item = threadIdx.x + i * THREADS;
-      if (ITEMS * THREADS != SEQUENCES * UNITS * SHARE && item >= SEQUENCES * UNITS * SHARE)
-        continue;  // whole warps: a cell's lanes are together
-      const int gate = item % SHARE, local = item / SHARE % UNITS;
-      const int sequence = item / (SHARE * UNITS), column = sequence % COLUMNS;
-      const float* source = step_sums + sequence / COLUMNS * WARPS * SUMS + column * ROW_PITCH +
-                            local * GATES + gate;
-      float sum = 0.0f;
-      if (gate < GATES) {
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          sum += source[w * SUMS];
-          if constexpr (PRECISION == SPLIT) sum += source[w * SUMS + 4 * ROW_PITCH];
+      if (TILES > 1) {  // the next tile's: sent while this block worked on others
+        const i64 next_step = tile + 1 < tiles ? step : step + 1;
+        const int next_tile = tile + 1 < tiles ? tile + 1 : 0;
+        if (next_step < steps) {
+          ask(slot_before(time_of(next_step)), next_tile, 0);
+          read_input(next_step, next_tile, coming);
         }
       }
-      sum += input[i] + bias[i];
-      float kept = 0.0f, next = 0.0f, next_c = 0.0f;
-      if constexpr (CELL == LSTM) {
-        kept = gate == 2 ? hyperbolic_tangent(sum) : sigmoid(sum);
-        const int base = lane - gate;
-        const float in = __shfl_sync(0xffffffffu, kept, base);
-        const float forget = __shfl_sync(0xffffffffu, kept, base + 1);
-        const float candidate = __shfl_sync(0xffffffffu, kept, base + 2);
-        const float out = __shfl_sync(0xffffffffu, kept, base + 3);
-        next_c = forget * c[i] + in * candidate;
-        next = out * hyperbolic_tangent(next_c);
-      } else if constexpr (CELL == GRU) {
-        const float gated = sigmoid(sum);
-        const int base = lane - gate;
-        const float reset = __shfl_sync(0xffffffffu, gated, base);
-        const float update = __shfl_sync(0xffffffffu, gated, base + 1);
-        const float hidden = __shfl_sync(0xffffffffu, sum, base + 2);
-        const float from_input = __shfl_sync(0xffffffffu, sum, base + 3);
-        const float candidate = hyperbolic_tangent(from_input + reset * hidden);
-        next = (1.0f - update) * candidate + update * h[i];
-        kept = gate < 2 ? gated : gate == 2 ? hidden : candidate;
-      } else {
-        next = activation(sum);
-      }
-      // Half precision: what goes out is what the next step multiplies, and what y holds.
-      if (!lengths || active[i]) {
-        h[i] = to_float(from_float<T>(next));
-        c[i] = next_c;
-      }
-      input[i] = kept;
-    }
-    publish(direction ? t : t + 1);
-    published = cycles();
+      float* const target = turn_sums + warp * SUMS + lane % 4 * 2 * ROW_PITCH + lane / 4;
+#pragma unroll
+      for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
+      if (__syncthreads_or(patience.lost)) return;
 
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) {
+        if (!has_item(i)) continue;  // whole warps: a cell's lanes are together
+        const float* source = turn_sums + column_of(i) * ROW_PITCH + local * GATES + gate;
+        float sum = 0.0f;
+        if (gate < GATES) {
+#pragma unroll
+          for (int w = 0; w < WARPS; ++w) {
+            sum += source[w * SUMS];
+            if constexpr (PRECISION == SPLIT) sum += source[w * SUMS + 4 * ROW_PITCH];
+          }
+        }
+        sum += input[i] + bias;
+        float kept = 0.0f, next = 0.0f, next_c = 0.0f;
+        if constexpr (CELL == LSTM) {
+          kept = gate == 2 ? hyperbolic_tangent(sum) : sigmoid(sum);
+          const int base = lane - gate;
+          const float in = __shfl_sync(0xffffffffu, kept, base);
+          const float forget = __shfl_sync(0xffffffffu, kept, base + 1);
+          const float candidate = __shfl_sync(0xffffffffu, kept, base + 2);
+          const float out = __shfl_sync(0xffffffffu, kept, base + 3);
+          next_c = forget * c[tile][i] + in * candidate;
+          next = out * hyperbolic_tangent(next_c);
+        } else if constexpr (CELL == GRU) {
+          const float gated = sigmoid(sum);
+          const int base = lane - gate;
+          const float reset = __shfl_sync(0xffffffffu, gated, base);
+          const float update = __shfl_sync(0xffffffffu, gated, base + 1);
+          const float hidden = __shfl_sync(0xffffffffu, sum, base + 2);
+          const float from_input = __shfl_sync(0xffffffffu, sum, base + 3);
+          const float candidate = hyperbolic_tangent(from_input + reset * hidden);
+          next = (1.0f - update) * candidate + update * h[tile][i];
+          kept = gate < 2 ? gated : gate == 2 ? hidden : candidate;
+        } else {
+          next = activation(sum);
+        }
+        // Half precision: what goes out is what the next step multiplies, and what y holds. Units
+        // beyond HIDDEN stay zeros: made of an infinite h they would be NaN, which zeros for weights
+        // do not keep from the others.
+        if (lengths ? active[i] : unit < HIDDEN) {
+          h[tile][i] = to_float(from_float<T>(next));
+          c[tile][i] = next_c;
+        }
+        input[i] = kept;
+      }
+      publish(tile, direction ? t : t + 1);
+      published = cycles();
+
+      keep(tile, direction ? t : t + 1);
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) {
+        if (!active[i]) continue;
+        const int sequence = sequence_at(tile, column_of(i));
+        const i64 row = first_row + sequence;
+        if (gate == 0)
+          y[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit] = from_float<T>(h[tile][i]);
+        if constexpr (SAVE && KEPT > 1)  // GRU: lane 2 keeps q in column 3, lane 3 n in column 2
+          step_gates[sequence * GATE_PITCH +
+                     (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN + unit] =
+              from_float<T>(input[i]);
+        if constexpr (SAVE && CELL == LSTM)
+          if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c[tile][i]);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      if (!active[i]) continue;
-      const int item = threadIdx.x + i * THREADS;
-      const int gate = item % SHARE, unit = block * UNITS + item / SHARE % UNITS;
-      const int sequence = first_sequence + item / (SHARE * UNITS);
-      const i64 row = first_row + sequence;
-      if (gate == 0) y[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit] = from_float<T>(h[i]);
-      if constexpr (SAVE && KEPT > 1)  // GRU: lane 2 keeps q in column 3, lane 3 n in column 2
-        step_gates[sequence * GATE_PITCH + (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN +
-                   unit] = from_float<T>(input[i]);
-      if constexpr (SAVE && CELL == LSTM)
-        if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c[i]);
+      const int sequence = sequence_at(tile, column_of(i));
+      if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
+      const i64 state = (direction * batch + sequence) * HIDDEN + unit;
+      if (gate == 0) hn[state] = from_float<T>(h[tile][i]);
+      if constexpr (CELL == LSTM)
+        if (gate == 1) cn[state] = from_float<T>(c[tile][i]);
     }
-  }
-
-#pragma unroll
-  for (int i = 0; i < ITEMS; ++i) {
-    const int item = threadIdx.x + i * THREADS;
-    const int gate = item % SHARE, unit = block * UNITS + item / SHARE % UNITS;
-    const int sequence = first_sequence + item / (SHARE * UNITS);
-    if (item >= SEQUENCES * UNITS * SHARE || sequence >= batch || unit >= HIDDEN) continue;
-    const i64 state = (direction * batch + sequence) * HIDDEN + unit;
-    if (gate == 0) hn[state] = from_float<T>(h[i]);
-    if constexpr (CELL == LSTM)
-      if (gate == 1) cn[state] = from_float<T>(c[i]);
-  }
 }

@@ -35,14 +35,14 @@ class Steps:
 
 @dataclass(frozen=True)
 class Forward:
-    """What the forward kernel makes; `exchange` and `cells` are for backward alone."""
+    """What the forward kernel makes; `states` and `cells` are for backward alone."""
 
     y: Tensor
-    """[rows, directions * hidden]."""
+    """[steps, batch, directions * hidden], or of packed sequences [rows, directions * hidden]."""
     hn: Tensor
     """[directions, batch, hidden]."""
     cn: Tensor | None
-    exchange: Tensor
+    states: Tensor | None
     """[directions, steps + 1, batch, width]: h before each step (reverse direction: after it)."""
     cells: Tensor | None
     """[directions, rows, hidden], LSTM's c after each step."""
@@ -74,19 +74,23 @@ def forward(
     plan, dtype, device = configuration.plan, configuration.dtype, gates.device
     directions, hidden = plan.directions, plan.hidden
     lstm = plan.cell.has_c
-    words = directions * (steps.steps + 1) * steps.batch * plan.width * dtype.itemsize // 4
-    exchange = torch.full((words,), -1, dtype=torch.int32, device=device).view(dtype)
-    y = gates.new_empty(steps.rows, directions * hidden)
+    words = plan.exchange_elements(steps.steps, steps.batch) * dtype.itemsize // 4
+    exchange = torch.full((words,), -1, dtype=torch.int32, device=device)
+    # In the shape in which it is returned: a view made without gradients may not be changed later.
+    rows = (steps.rows,) if steps.lengths is not None else (steps.steps, steps.batch)
+    y = gates.new_empty(*rows, directions * hidden)
     hn = gates.new_empty(directions, steps.batch, hidden)
     cn = torch.empty_like(hn) if lstm else None
     cells = gates.new_empty(directions, steps.rows, hidden) if lstm and save else None
+    shape = (directions, steps.steps + 1, steps.batch, plan.width)
+    states = gates.new_empty(shape) if save else None
     in_biases, hidden_biases = zip(*biases, strict=True) if biases else ((), ())
     pointers = [
         _pointer(gates),
         *_both(weights),
         *_both(in_biases),
         *_both(hidden_biases),
-        *map(_pointer, (h0, c0, exchange, y, cells, hn, cn, steps.lengths, steps.offsets)),
+        *map(_pointer, (h0, c0, exchange, states, y, cells, hn, cn, steps.lengths, steps.offsets)),
     ]
     program = configuration.forward(save)
     stream = torch._C._cuda_getCurrentRawStream(configuration.device)
@@ -101,8 +105,7 @@ def forward(
             first,
             status.address(configuration.device),
         )
-    shape = (directions, steps.steps + 1, steps.batch, plan.width)
-    return Forward(y, hn, cn, exchange.view(shape), cells)
+    return Forward(y, hn, cn, states, cells)
 
 
 def backward(
@@ -110,7 +113,7 @@ def backward(
     steps: Steps,
     kept: Tensor,
     cells: Tensor | None,
-    exchange: Tensor,
+    states: Tensor,
     weights: Sequence[Tensor],
     c0: Tensor | None,
     dy: Tensor | None,
@@ -124,7 +127,7 @@ def backward(
         steps: as given to `forward`.
         kept: `gates` as `forward` left it.
         cells: as `forward` returned it.
-        exchange: as `forward` returned it.
+        states: as `forward` returned it.
         weights: as given to `forward`.
         c0: as given to `forward`.
         dy: the gradient of y, contiguous, or None for zeros; likewise dhn and dcn.
@@ -141,7 +144,7 @@ def backward(
     program = configuration.backward()
     stream = torch._C._cuda_getCurrentRawStream(configuration.device)
     pointers = [
-        *map(_pointer, (kept, cells, c0, exchange, dy, dhn, dcn)),
+        *map(_pointer, (kept, cells, c0, states, dy, dhn, dcn)),
         *_both(weights),
         *map(_pointer, (dgates, dh0, dc0)),
     ]

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from hfai.kernels.jit import DeviceLimits
 
 SHARED_BYTES_RESERVED = 1024
+MOST_AT_ONCE_OF_TILES = 8
+SPARE_REGISTERS = 24
+"""Left to the compiler where fragments have moved to shared memory: the estimates are tight."""
 MOST_REGISTERS = {8: 255, 16: 128}
 """Of a thread, by the warps of a block: a multiprocessor has 65 536."""
 
@@ -29,12 +32,12 @@ class Cell(enum.IntEnum):
     @property
     def gates(self) -> int:
         """Rows of the weights for each hidden unit."""
-        return (4, 3, 1, 1)[self]
+        return (4, 3, 1, 1)[self.value]
 
     @property
     def kept(self) -> int:
         """Values for each hidden unit and step in the gates' buffer; at least `gates`."""
-        return (4, 4, 1, 1)[self]
+        return (4, 4, 1, 1)[self.value]
 
     @property
     def has_c(self) -> bool:
@@ -70,10 +73,12 @@ class Plan:
     wide_rest: bool = False
     """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
     most_at_once: int = 4
-    """Bound on `forward_at_once`: looks that fail cost everybody bandwidth."""
+    """Bound on `forward_at_once` with one tile: looks that fail cost everybody bandwidth."""
     forward_look_after: int = 0
     """Cycles after sending that a block waits before it first looks for what others sent."""
     backward_look_after: int = 0
+    copies: int = 1
+    """Of what forward's blocks send, each for a part of those who read it."""
     short_messages: bool = False
     """HALF only: backward's partial sums travel in half precision, half the bytes."""
 
@@ -84,7 +89,7 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Elements of one sequence's h in the exchanged buffer."""
+        """Elements of a row of h: all blocks' units."""
         return self.blocks * self.units
 
     @property
@@ -99,8 +104,13 @@ class Plan:
 
     @property
     def cells(self) -> int:
-        """Floats of one message between two blocks in backward."""
-        return self.units * self.sequences
+        """Cells of one tile in a block: values of one message between two blocks in backward."""
+        return self.units * self.columns
+
+    @property
+    def sent_columns(self) -> int:
+        """Columns of the right operand that a tile makes: SPLIT has each value in two parts."""
+        return 2 * self.columns if self.precision == Precision.SPLIT else self.columns
 
     @property
     def row_tiles(self) -> int:
@@ -113,13 +123,21 @@ class Plan:
 
     def mailbox_floats(self, groups: int) -> int:
         """Return the size of backward's `mailbox` for so many groups, in words of 4 bytes."""
-        return 2 * groups * self.blocks**2 * self.cells // (2 if self.short_messages else 1)
+        values = 2 * groups * self.tiles * self.blocks**2 * self.cells
+        return values // (2 if self.short_messages else 1)
+
+    def exchange_elements(self, steps: int, batch: int) -> int:
+        """Return the size of forward's `exchange`."""
+        tiles = -(-batch // self.columns)
+        rows = self.directions * (steps + 1) * tiles * self.copies * self.sent_columns
+        return rows * self.width
 
     @property
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of forward.cu."""
         rows = 16 * self.row_tiles + 4
-        return 4 * 2 * self.tiles * self.forward_warps * 8 * rows
+        sums = 4 * 2 * self.forward_warps * 8 * rows
+        return sums + self._fragment_bytes(self.forward_warps) * self.forward_in_shared
 
     @property
     def backward_shared_bytes(self) -> int:
@@ -128,33 +146,40 @@ class Plan:
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
-        return 4 * (partials * self.cells + self.sequences * pitch)
+        exchanged = 4 * (partials * self.cells + self.sent_columns * pitch)
+        return exchanged + self._fragment_bytes(self.backward_warps) * self.backward_in_shared
+
+    @property
+    def forward_in_shared(self) -> int:
+        """Fragments of a warp's share of the matrix in shared memory: what has no registers."""
+        return self._in_shared(
+            self._forward_fragments, self._forward_registers_beside, self.forward_warps
+        )
+
+    @property
+    def backward_in_shared(self) -> int:
+        """As `forward_in_shared`, of backward.cu."""
+        return self._in_shared(
+            self._backward_fragments, self._backward_registers_beside, self.backward_warps
+        )
 
     @property
     def forward_registers(self) -> int:
         """An estimate of forward.cu's registers a thread."""
-        m_tiles = self.row_tiles
-        chunks = -(-self.width // (self._chunk * self.forward_warps))
-        share = 4 if self.cell.gates > 1 else 1
-        items = -(-self.cells * share // (32 * self.forward_warps))
-        loads = self.forward_at_once * min(self.tiles, 2)
-        return (
-            m_tiles * chunks * self._fragment_registers + 4 * loads + 8 * m_tiles + 5 * items + 24
-        )
+        resident = self._forward_fragments - self.forward_in_shared
+        return resident * self._fragment_registers + self._forward_registers_beside
 
     @property
     def backward_registers(self) -> int:
         """An estimate of backward.cu's registers a thread."""
-        m_tiles = -(-self.width // (16 * self.backward_warps))
-        items = -(-self.cells // (32 * self.backward_warps))
-        weights = m_tiles * self._backward_chunks * self._fragment_registers
-        return weights + 16 + (self.cell.kept + 5) * items + 28
+        resident = self._backward_fragments - self.backward_in_shared
+        return resident * self._fragment_registers + self._backward_registers_beside
 
     @property
     def forward_at_once(self) -> int:
         """Chunks of h that a thread of forward.cu asks for before it looks at the first."""
-        chunks = -(-self.width // (self._chunk * self.forward_warps))
-        return min(chunks, self.most_at_once)
+        most = self.most_at_once if self.tiles == 1 else MOST_AT_ONCE_OF_TILES
+        return min(self._forward_chunks, most)
 
     def fits(self, limits: DeviceLimits) -> bool:
         """Whether a group can run on such a device."""
@@ -183,10 +208,11 @@ class Plan:
             "WIDE_REST": self.wide_rest,
             "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
             **(
-                {"AT_ONCE": self.forward_at_once}
+                {"AT_ONCE": self.forward_at_once, "COPIES": self.copies}
                 if forward
                 else {"SHORT_MESSAGES": self.short_messages}
             ),
+            "IN_SHARED": self.forward_in_shared if forward else self.backward_in_shared,
             "WARPS": self.forward_warps if forward else self.backward_warps,
             "GATE_PITCH": self.gate_pitch,
         }
@@ -196,8 +222,53 @@ class Plan:
         return 32 if self.precision == Precision.HALF else 16
 
     @property
+    def _forward_chunks(self) -> int:
+        return -(-self.width // (self._chunk * self.forward_warps))
+
+    @property
     def _backward_chunks(self) -> int:
         return -(-self.cell.gates * self.units // self._chunk)
+
+    @property
+    def _forward_fragments(self) -> int:
+        return self.row_tiles * self._forward_chunks
+
+    @property
+    def _backward_fragments(self) -> int:
+        return -(-self.width // (16 * self.backward_warps)) * self._backward_chunks
+
+    @property
+    def _forward_registers_beside(self) -> int:
+        """What forward.cu needs beside the matrix."""
+        share = 4 if self.cell.gates > 1 else 1
+        items = -(-self.cells * share // (32 * self.forward_warps))
+        buffers = 1 if self.precision == Precision.SPLIT else 2
+        loads = min(self._forward_chunks, buffers * self.forward_at_once)
+        each = 5 if self.tiles == 1 else 4  # with several tiles, what is carried is in local memory
+        return 4 * loads + 8 * self.row_tiles + each * items + 24
+
+    @property
+    def _backward_registers_beside(self) -> int:
+        """What backward.cu needs beside the matrix."""
+        items = -(-self.cells // (32 * self.backward_warps))
+        if self.tiles == 1:
+            return 16 + (self.cell.kept + 5) * items + 28
+        # The next tile's values and partial sums are on their way during the products.
+        vectors = self.cells // (8 if self.short_messages else 4)
+        words = 4 * min(8, -(-self.blocks * vectors // (32 * self.backward_warps)))
+        return 16 + 2 * (self.cell.kept + 3) * items + words + 28
+
+    def _in_shared(self, fragments: int, beside: int, warps: int) -> int:
+        lacking = fragments * self._fragment_registers + beside - MOST_REGISTERS[warps]
+        if lacking <= 0:
+            return 0
+        # One that is read from there needs registers too, for a while.
+        spare = SPARE_REGISTERS + self._fragment_registers
+        return min(fragments, -(-(lacking + spare) // self._fragment_registers))
+
+    def _fragment_bytes(self, warps: int) -> int:
+        """Shared memory of one fragment of every warp."""
+        return 4 * self._fragment_registers * 32 * warps
 
     @property
     def _fragment_registers(self) -> int:

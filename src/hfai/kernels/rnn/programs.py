@@ -68,6 +68,18 @@ class Configuration:
             )
         return program
 
+    def refuses(self) -> str | None:
+        """Say why the device does not run the kernels of a training step, or None.
+
+        Asked before each forward pass of one: backward has no way back to torch's kernels.
+        """
+        if (
+            self not in refused
+            and min(self.forward(True).groups_at_once, self.backward().groups_at_once) < 1
+        ):
+            refused[self] = "the device has no room for the recurrent kernels' blocks at once"
+        return refused.get(self)
+
     def _load(
         self,
         sources: list[str],
@@ -79,3 +91,7 @@ class Configuration:
         text = jit.program_text(sources, constants | {"PATIENCE": PATIENCE}, {"T": self.dtype})
         kernel = cooperative.load(text, name, self.device, block=block, shared_bytes=shared_bytes)
         return Program(kernel, kernel.resident_blocks // self.plan.blocks)
+
+
+# What a device would not run when it was asked to, and its words: torch's from then on.
+refused: dict[Configuration, str] = {}
