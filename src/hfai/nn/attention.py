@@ -18,7 +18,7 @@ from torch._jit_internal import is_scripting
 from hfai.kernels.mha import call, dispatch, traced
 from hfai.kernels.mha.call import Options
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_method, traced
+from hfai.nn.stand_in import as_leaf, as_method, proxy_among
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -94,7 +94,7 @@ def _attend(
         outputs = traced.attend(module, query, key, value, options)
     elif call.is_small_inference(module, query, key, value, options.need_weights):
         outputs = None  # first, for it is the host that is slow
-    elif traced(query, key, value, options.key_padding_mask, options.attn_mask) is not None:
+    elif proxy_among(query, key, value, options.key_padding_mask, options.attn_mask) is not None:
         outputs = as_leaf(module, query, key, value, **options._asdict())
     else:
         outputs = call.attend(module, query, key, value, options)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hfai.kernels.cell import call
 from hfai.kernels.rnn.plan import Cell
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch, is_compiling, traced
+from hfai.nn.stand_in import as_leaf, as_torch, is_compiling, proxy_among
 
 _OF_RNN = {"tanh": Cell.RNN_TANH, "relu": Cell.RNN_RELU}
 
@@ -25,7 +25,7 @@ class LSTMCell(nn.LSTMCell):
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> Any:
         """Make one step of `input`, [batch, inputs], from hx = (h, c), [batch, hidden] each."""
         if not is_compiling():
-            if traced(input, hx) is not None:
+            if proxy_among(input, hx) is not None:
                 return as_leaf(self, input, hx)
             h = c = None
             if hx is not None and isinstance(hx, (tuple, list)) and len(hx) == 2:
@@ -52,7 +52,7 @@ class GRUCell(nn.GRUCell):
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Any:
         """Make one step of `input`, [batch, inputs], from hx, [batch, hidden]."""
         if not is_compiling():
-            if traced(input, hx) is not None:
+            if proxy_among(input, hx) is not None:
                 return as_leaf(self, input, hx)
             made = _step(self, Cell.GRU, input, hx, None)
             if made is not None:
@@ -74,7 +74,7 @@ class RNNCell(nn.RNNCell):
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Any:
         """Make one step of `input`, [batch, inputs], from hx, [batch, hidden]."""
         if not is_compiling():
-            if traced(input, hx) is not None:
+            if proxy_among(input, hx) is not None:
                 return as_leaf(self, input, hx)
             cell = _OF_RNN.get(self.nonlinearity)
             made = None if cell is None else _step(self, cell, input, hx, None)

@@ -22,7 +22,7 @@ from hfai.kernels.rnn.call import Stack
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch, is_compiling, traced
+from hfai.nn.stand_in import as_leaf, as_torch, is_compiling, proxy_among
 
 Hidden: TypeAlias = Any
 """h of [layers * directions, batch, hidden], or for LSTM a pair of h and c."""
@@ -99,7 +99,7 @@ def _forward(module: nn.RNNBase, input: Any, hx: Hidden) -> Any:
     """Run a call on our kernels, or return None: torch's turn."""
     packed = type(input) is PackedSequence
     data = input.data if packed else input
-    if traced(input, hx) is not None:
+    if proxy_among(input, hx) is not None:
         return as_leaf(module, input, hx)
     if type(data) not in PLAIN_TYPES or not call.is_on_gpu(data):
         return None

@@ -49,24 +49,24 @@ def as_leaf(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     Args:
         module: the layer.
         *arguments: of the call; a None at their end is left out.
-        **keywords: of the call. A proxy is among all these (`traced`).
+        **keywords: of the call. A proxy is among all these (`proxy_among`).
     """
     if arguments[-1] is None:
         arguments = arguments[:-1]
-    proxy = traced(*arguments, *keywords.values())
+    proxy = proxy_among(*arguments, *keywords.values())
     assert proxy is not None
     tracer: Any = proxy.tracer
     path = tracer.path_of_module(module)
     return tracer.create_proxy("call_module", path, arguments, keywords)
 
 
-def traced(*arguments: Any) -> torch.fx.Proxy | None:
+def proxy_among(*arguments: Any) -> torch.fx.Proxy | None:
     """Return the first of torch.fx's proxies among a call's arguments and their members."""
     for argument in arguments:
         if isinstance(argument, torch.fx.Proxy):
             return argument
         if isinstance(argument, (tuple, list)):
-            proxy = traced(*argument)
+            proxy = proxy_among(*argument)
             if proxy is not None:
                 return proxy
     return None

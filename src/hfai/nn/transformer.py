@@ -22,7 +22,7 @@ from hfai.nn import packed, sublayers
 from hfai.nn.attention import MultiheadAttention
 from hfai.nn.layer_norm import LayerNorm
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_method, traced
+from hfai.nn.stand_in import as_leaf, as_method, proxy_among
 
 _PARTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.MultiheadAttention: MultiheadAttention,
@@ -158,7 +158,7 @@ def _encode_layer(
     is_causal: bool,
 ) -> Tensor:
     y: Tensor
-    if traced(src, src_mask, src_key_padding_mask) is not None:
+    if proxy_among(src, src_mask, src_key_padding_mask) is not None:
         options = {
             "src_mask": src_mask,
             "src_key_padding_mask": src_key_padding_mask,
@@ -190,7 +190,7 @@ def _decode_layer(
     layer: TransformerDecoderLayer, tgt: Tensor, memory: Tensor, options: dict[str, Any]
 ) -> Tensor:
     y: Tensor
-    if traced(tgt, memory, *options.values()) is not None:
+    if proxy_among(tgt, memory, *options.values()) is not None:
         y = as_leaf(layer, tgt, memory, **options)
     elif sublayers.has_torchs_blocks(layer, nn.TransformerDecoderLayer):
         of_tgt, of_memory = (
@@ -215,7 +215,7 @@ def _encode(
     is_causal: bool | None,
 ) -> Tensor:
     y: Tensor | None
-    if traced(src, mask, src_key_padding_mask) is not None:
+    if proxy_among(src, mask, src_key_padding_mask) is not None:
         options = {
             "mask": mask,
             "src_key_padding_mask": src_key_padding_mask,
