@@ -420,3 +420,20 @@ def test_inputs_of_every_layout_are_read_right() -> None:
         found, expected = ours(x, x, x), torchs(x, x, x)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("length", [20, 100, 300])
+@pytest.mark.parametrize("lowered", [-1e9, torch.finfo(torch.bfloat16).min])
+def test_rows_that_a_mask_lowers_by_large_numbers_keep_their_weights(
+    lowered: float, length: int, gradients: bool
+) -> None:
+    ours, torchs, double = modules(64, 2, BF16, batch_first=True)
+    x = torch.randn(2, length, 64, device=CUDA)
+    mask = torch.zeros(length, length, device=CUDA)
+    mask[3] = lowered
+    with torch.set_grad_enabled(gradients):
+        _, weights_of_ours = ours(*[x.to(BF16)] * 3, attn_mask=mask.to(BF16))
+    assert (weights_of_ours.float().sum(-1) - 1).abs().max() < 0.03
+    if gradients:
+        compare(*(results(m, [x] * 3, attn_mask=mask) for m in (ours, torchs, double)), BF16)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hfai.kernels.attention import Masking
-from hfai.kernels.mha.masks import ALIGNMENT, as_bias
+from hfai.kernels.mha import dispatch
+from hfai.kernels.mha.masks import ALIGNMENT, as_bias, shifts_scores
 
 B, H, L, S = 2, 3, 4, 5
 
@@ -75,3 +76,14 @@ def test_rows_without_a_key_are_nan_where_that_is_wanted_and_the_mask_stays(keys
     kept = bias(Masking(attn_mask=mask), keys=keys)
     assert kept is not None
     assert torch.equal(kept[0, 0], mask)
+
+
+def test_only_masks_of_numbers_shift_scores_and_leave_long_rows_to_torch() -> None:
+    numbers = torch.zeros(L, S)
+    assert shifts_scores(None, numbers)
+    assert shifts_scores(torch.zeros(B, S), None)
+    assert not shifts_scores(padding(), numbers.bool())
+    assert not shifts_scores(None, None)
+    assert dispatch.why_not_shifted(256, 256, 64) is None
+    assert "300 keys" in str(dispatch.why_not_shifted(20, 300, 64))
+    assert "dimension of 60" in str(dispatch.why_not_shifted(20, 20, 60))

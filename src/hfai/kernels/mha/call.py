@@ -149,6 +149,12 @@ def _batched(
         return None
     if masked and masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
         return None
+    if (
+        options.need_weights
+        and masks.shifts_scores(key_padding_mask, attn_mask)
+        and dispatch.why_not_shifted(queries, keys, module.head_dim) is not None
+    ):
+        return None
     inference = not module.training and _is_torchs_inference(
         module, q, k, v, key_padding_mask, attn_mask, module.batch_first and not as_one
     )
@@ -240,7 +246,7 @@ def attend_products(
         masking = masks.kept_apart(masking)
     if (
         not dropout
-        and dispatch.is_ours(q, k, masking, differentiable)
+        and dispatch.is_ours(q, k, masking, differentiable or need_weights)
         and attention.supports(q, k, v, masking, differentiable=differentiable) is None
     ):
         return _short(products, layout, masking, need_weights)

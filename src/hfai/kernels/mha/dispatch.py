@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hfai.kernels import attention
-from hfai.kernels.attention import Masking
+from hfai.kernels.attention import Masking, plan
 from hfai.kernels.attention.precision import allows_tf32
 from hfai.kernels.mha.cores import Core, Cudnn, Efficient, Flash, OnCpu, ThenOurs, Unfused
 
@@ -80,19 +80,33 @@ def why_not_precision(dtype: torch.dtype) -> str | None:
     return None
 
 
-def is_ours(q: Tensor, k: Tensor, masking: Masking, differentiable: bool) -> bool:
+def is_ours(q: Tensor, k: Tensor, masking: Masking, needs_sums: bool) -> bool:
     """Return whether our kernel runs a call in both directions, if it covers it.
 
     Args:
         q: [B, L, H, D].
         k: [B, S, H, D].
         masking: masks of the call.
-        differentiable: whether a backward will follow.
+        needs_sums: whether backward or the weights will follow, which need each row's sum.
     """
     if max(q.shape[1], k.shape[1]) <= MOST_ROWS_FORWARD or q.dtype is torch.float32:
         return True
     masked = masking.attn_mask is not None or masking.key_padding_mask is not None
-    return masked and differentiable  # what a row without keys leaves for backward differs
+    return masked and needs_sums  # what torch's leave of a row without keys, or lowered, differs
+
+
+def why_not_shifted(queries: int, keys: int, head: int) -> str | None:
+    """Say why weights under a mask of numbers are left to torch's own forward, or None.
+
+    torch's fused operators leave one number for each row, its highest score and its sum in one:
+    where a mask has lowered a whole row by 1e9, the sum is lost. Our kernel keeps them apart.
+    """
+    if max(queries, keys) > plan.MOST_KEYS or head % 8 or head > plan.MOST_HEAD_DIM:
+        return (
+            f"weights under a mask of numbers, {queries} queries, {keys} keys and a head "
+            f"dimension of {head}: up to {plan.MOST_KEYS}, and multiples of 8, run here"
+        )
+    return None
 
 
 def why_not_head(head: int, dtype: torch.dtype) -> str | None:

@@ -61,6 +61,13 @@ def why_not_fitting(
     return None
 
 
+def shifts_scores(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> bool:
+    """Return whether a mask adds numbers, and may so lower a whole row."""
+    return any(
+        mask is not None and mask.dtype is not torch.bool for mask in (key_padding_mask, attn_mask)
+    )
+
+
 def as_bias(masking: Masking, q: Tensor, k: Tensor) -> Tensor | None:
     """Merge the masks into one bias of q's type, or return None where there is none.
 
