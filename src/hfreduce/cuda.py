@@ -39,6 +39,8 @@ CHUNK_BYTES = 8 << 20
 SLOTS = 8
 MOST_THREADS = 6
 _WRAP = 1 << 32
+# What a chunk passes, in order; the engine's numbers (native/trace.hpp).
+STAGES = ("allowed", "arrived", "gathered", "adding", "added", "combined", "gone", "returned")
 
 
 class CudaHandle:
@@ -146,6 +148,16 @@ class CudaReducer:
         What is busy all the time is what bounds the rate.
         """
         return self._path.busy
+
+    def trace(self) -> list[tuple[int, str, int, int]]:
+        """Return when each chunk passed each stage since the last time, where that is noted.
+
+        It is where the environment has HFREDUCE_TRACE=1 when the group is made. Between calls.
+
+        Returns:
+            (nanoseconds of the monotonic clock, one of `STAGES`, chunk, thread that adds or -1).
+        """
+        return [(at, STAGES[stage], chunk, lane) for at, stage, chunk, lane in self._path.trace()]
 
     def all_reduce(self, tensor: Tensor, op: object) -> CudaHandle:
         """Reduce a contiguous tensor in place, after what the current stream does before.

@@ -41,6 +41,7 @@
 #include "adders.hpp"
 #include "cuda_driver.hpp"
 #include "group.hpp"
+#include "trace.hpp"
 
 namespace hfreduce {
 
@@ -92,10 +93,16 @@ class CudaPath {
         driver_.check(driver_.event_create(&events_.back(), kEventDisableTiming), "cuEventCreate");
       }
       lanes_ = world_ > 1 ? std::max(1, threads) : 1;
+      trace_ = std::make_unique<Trace>(lanes_);
       looks_ = group.waiter().pauses > 0 ? kLooks : 0;
+      if (const char *looks = getenv("HFREDUCE_LOOKS")) looks_ = atoi(looks);
       if (lanes_ > 1)
         adders_ = std::make_unique<Adders>(
-            lanes_, kFirst, looks_, [this](int lane, uint32_t chunk) { combine(chunk, lane); });
+            lanes_, kFirst, looks_, [this](int lane, uint32_t chunk) {
+              trace_->note(Stage::kAdding, chunk, lane);
+              combine(chunk, lane);
+              trace_->note(Stage::kAdded, chunk, lane);
+            });
       chunks_.resize(static_cast<size_t>(segment_.shape().slots));
       submitted_.value.store(kFirst);
       finished_.value.store(kFirst);
@@ -122,6 +129,7 @@ class CudaPath {
 
   bool flags() const { return flags_; }
   Busy busy() const { return busy_; }  // between calls
+  std::vector<Trace::Note> trace() const { return trace_->take(); }
   CUstream out() const { return out_; }
   CUstream back() const { return back_; }
 
@@ -331,6 +339,7 @@ class CudaPath {
         const Chunk &chunk = take_up(allowed_);
         segment_.stamp(0, rank_, allowed_) = chunk.stamp;
         ++allowed_;
+        trace_->note(Stage::kAllowed, allowed_ - 1);
         if (flags_) {
           words_->allow.value.store(allowed_, std::memory_order_release);
         } else {
@@ -341,6 +350,7 @@ class CudaPath {
       }
       const uint32_t here = seen(arrived_, allowed_, words_->arrived, false);
       if (here != arrived_) {
+        trace_->note(Stage::kArrived, arrived_, here);
         arrived_ = here;
         advance(mine.put, arrived_);
         moved = true;
@@ -354,6 +364,7 @@ class CudaPath {
           for (uint32_t i = given_; i != until; ++i)
             if (at(i).index == 0)
               if (Status s = agreed(i, at(i).stamp); !s) return s;
+          trace_->note(Stage::kGathered, given_, until);
           if (adders_)
             adders_->arrived(until);
           else
@@ -364,6 +375,7 @@ class CudaPath {
       }
       const uint32_t added = adders_ ? adders_->done() : given_;
       if (added != combined_) {
+        trace_->note(Stage::kCombined, combined_, added);
         combined_ = added;
         advance(mine.combined, combined_);
         moved = true;
@@ -371,6 +383,7 @@ class CudaPath {
       const uint32_t whole = least(&Progress::combined, blamed);
       while (gone_ != arrived_ && ahead(whole, gone_)) {
         ++gone_;
+        trace_->note(Stage::kGone, gone_ - 1);
         if (flags_) {
           words_->go.value.store(gone_, std::memory_order_release);
         } else {
@@ -381,6 +394,7 @@ class CudaPath {
       }
       const uint32_t there = seen(returned_, gone_, words_->returned, true);
       if (there != returned_) {
+        trace_->note(Stage::kReturned, returned_, there);
         returned_ = there;
         advance(mine.taken, returned_);
         advance(finished_, returned_);
@@ -580,6 +594,7 @@ class CudaPath {
   std::atomic<bool> ending_{false};
   std::unique_ptr<std::thread> server_;
   std::unique_ptr<Adders> adders_;
+  std::unique_ptr<Trace> trace_;
 };
 
 }  // namespace hfreduce
