@@ -24,6 +24,8 @@ from torch import multiprocessing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 
+import itertools
+
 import hfreduce
 from hfreduce.cuda import STAGES
 
@@ -32,7 +34,9 @@ Notes = list[tuple[int, str, int, int]]
 Settings = dict[str, int]
 
 
-def rank_of(rank: int, ranks: int, work: str, mib: float, calls: int, tries: list[Settings]) -> None:
+def rank_of(
+    rank: int, ranks: int, work: str, mib: float, calls: int, tries: list[Settings]
+) -> None:
     """Trace all settings in one rank; rank 0 gathers what the others noted, and prints."""
     torch.set_num_threads(1)
     gpu = torch.device("cuda", rank % torch.cuda.device_count())
@@ -82,7 +86,7 @@ def report(settings: Settings, mib: float, everyone: list[Any], timeline: bool) 
             steps.setdefault("enqueue", []).append((enqueued - start) / 1e3)
             chunks = by_chunk(notes)
             for chunk in chunks.values():
-                for a, b in zip(STAGES, STAGES[1:], strict=False):
+                for a, b in itertools.pairwise(STAGES):
                     if a in chunk and b in chunk:
                         steps.setdefault(b, []).append((chunk[b] - chunk[a]) / 1e3)
                 if "adding last" in chunk:
@@ -90,7 +94,7 @@ def report(settings: Settings, mib: float, everyone: list[Any], timeline: bool) 
                     steps.setdefault("last adding", []).append(lag)
             for stage in ("arrived", "returned"):
                 at = sorted(chunk[stage] for chunk in chunks.values() if stage in chunk)
-                gaps = [(b - a) / 1e3 for a, b in zip(at, at[1:], strict=False)]
+                gaps = [(b - a) / 1e3 for a, b in itertools.pairwise(at)]
                 steps.setdefault(f"between {stage}", []).extend(gaps)
         line = " ".join(
             f"{name} {statistics.median(values):.0f}/{max(values):.0f}"
