@@ -31,7 +31,7 @@ from hfreduce.cuda import STAGES
 
 MIB = 1 << 20
 Notes = list[tuple[int, str, int, int]]
-Settings = dict[str, int]
+Settings = dict[str, Any]
 
 
 def rank_of(
@@ -154,7 +154,16 @@ def main(
         for s in slots or (0,)
     ]
     with tempfile.TemporaryDirectory() as work:
-        multiprocessing.spawn(rank_of, (ranks, work, mib, calls, tries), ranks)
+        context: Any = multiprocessing.get_context("spawn")
+        processes = [
+            context.Process(target=rank_of, args=(rank, ranks, work, mib, calls, tries))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        sys.exit(max(process.exitcode for process in processes))
 
 
 if __name__ == "__main__":
