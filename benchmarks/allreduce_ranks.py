@@ -79,7 +79,7 @@ class Rank:
         before = path.busy
         for _ in range(10):
             path.all_reduce(tensor, "sum").wait()
-        torch.cuda.synchronize()
+        self._settle()
         time.sleep(0.05)  # the host may be behind
         whole, *parts = (b - a for a, b in zip(before, path.busy, strict=True))
         names = ("copies out", "sums", "copies back")
@@ -101,7 +101,7 @@ class Rank:
         start = time.perf_counter()
         for _ in range(calls):
             self.reduce(tensor).wait()
-        torch.cuda.synchronize()
+        self._settle()
         return (time.perf_counter() - start) / calls
 
     def product(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Rank:
             # After the products, whose launches take some 10 µs each: to enqueue takes longer.
             with torch.cuda.stream(side):
                 works.extend(self.reduce(tensor) for _ in range(calls))
-            end.synchronize()
+            self._settle(end)
             outlasted = not works or not self._is_done(works[-1])
             return float(start.elapsed_time(end)) / count
 
@@ -133,7 +133,7 @@ class Rank:
         self._meet()
         begun = time.perf_counter()
         self.reduce(tensor).wait()
-        torch.cuda.synchronize()
+        self._settle()
         one = (time.perf_counter() - begun) * 1e3
         times = torch.tensor([one, alone])
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -146,7 +146,7 @@ class Rank:
         beside = products(count, calls)
         for work in works:
             work.wait()
-        torch.cuda.synchronize()
+        self._settle()
         return {"alone": min(alone, again), "beside": beside, "outlasted": outlasted}
 
     def cores(self) -> float:
@@ -156,7 +156,7 @@ class Rank:
         cpu, start = time.process_time(), time.perf_counter()
         for _ in range(40 if self.backend != "gloo" else 8):
             self.reduce(tensor).wait()
-        torch.cuda.synchronize()
+        self._settle()
         return round((time.process_time() - cpu) / (time.perf_counter() - start), 2)
 
     def kernels(self) -> int:
@@ -166,7 +166,7 @@ class Rank:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             self.reduce(tensor).wait()
-            torch.cuda.synchronize()
+            self._settle()
         events: Any = profile.events()
         on_gpu = [e.name for e in events if e.device_type == torch._C._autograd.DeviceType.CUDA]
         return sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)
@@ -191,7 +191,7 @@ class Rank:
         with contextlib.nullcontext() if sync else self._model.no_sync():
             for _ in range(count):
                 self._train()
-        torch.cuda.synchronize()
+        self._settle()
         return (time.perf_counter() - start) / count
 
     def drop(self) -> None:
@@ -206,10 +206,10 @@ class Rank:
         tensor = torch.zeros(256 * MIB, device=self.gpu)
         path = self._of_chunk[chunk].gpu(self.gpu, chunk_bytes=chunk)
         path.all_reduce(tensor[: chunk // 2], "sum").wait()
-        torch.cuda.synchronize()
+        self._settle()
         start = time.perf_counter()
         path.all_reduce(tensor, "sum").wait()
-        torch.cuda.synchronize()
+        self._settle()
         return time.perf_counter() - start
 
     def hook(self, name: str, count: int) -> dict[str, float]:
@@ -228,11 +228,11 @@ class Rank:
                 self._hooked[kind] = wrapped, _training(wrapped, run)
         found = {}
         for kind, (_, train) in self._hooked.items():
-            torch.cuda.synchronize()
+            self._settle()
             start = time.perf_counter()
             for _ in range(count):
                 train()
-            torch.cuda.synchronize()
+            self._settle()
             found[kind] = round((time.perf_counter() - start) / count * 1e3, 3)
         return found
 
@@ -250,7 +250,7 @@ class Rank:
                     noted.write_text(str(time.monotonic()))
                     os._exit(9)
                 self.reduce(tensor).wait()
-                torch.cuda.synchronize()
+                self._settle()
         except hfreduce.PeerError:
             raised = time.monotonic()
             torch.cuda.synchronize()  # the streams are let go
@@ -261,8 +261,20 @@ class Rank:
         assert self.reducer is not None
         return self.reducer.gpu(self.gpu, **self.settings)
 
+    def _settle(self, event: Any = None) -> None:
+        """Wait until the GPU has come to an event, or has done all of the current stream's work.
+
+        By looking: with NCCL's copy engines a thread of NCCL's calls CUDA meanwhile, which a
+        synchronisation of the whole device would hold up for ever.
+        """
+        if event is None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        while not event.query():
+            pass
+
     def _meet(self) -> None:
-        torch.cuda.synchronize()
+        self._settle()
         if self.reducer is not None:
             self.reducer.barrier()
         else:

@@ -184,12 +184,14 @@ class CudaReducer:
             self._after_overlapping(pointer, pointer + tensor.nbytes)
             # Announced before it is enqueued: the GPU's queues may be shorter than the call.
             self._path.submit(pointer, count, dtype, number, first)
-            future = self._worker.submit(lambda: self._end(tensor, end))
             done = None
-            if self._path.flags:
-                self._path.enqueue(pointer, count, dtype, number, first)
-                done = event()
-                done.record(self._back)
+            try:
+                if self._path.flags:
+                    self._path.enqueue(pointer, count, dtype, number, first)
+                    done = event()
+                    done.record(self._back)
+            finally:  # afterwards, since its thread takes the GIL for a while
+                future = self._worker.submit(lambda: self._end(tensor, end))
             self._pending.append((pointer, pointer + tensor.nbytes, future, done))
         return CudaHandle(future, done, self._back)
 

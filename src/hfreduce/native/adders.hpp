@@ -42,7 +42,17 @@ class Adders {
   ~Adders() { end(); }
 
   // All parts of the chunks before `end` have arrived.
-  void arrived(uint32_t end) { advance(here_, end); }
+  void arrived(uint32_t end) {
+    here_.value.store(end, std::memory_order_seq_cst);
+    rouse();
+  }
+
+  // There will soon be something to add: who sleeps begins to look.
+  void rouse() {
+    if (!here_.waiters.load(std::memory_order_seq_cst)) return;
+    roused_.fetch_add(1, std::memory_order_seq_cst);
+    wake(here_, kEachWakes);
+  }
 
   // Up to which chunk all lanes have added.
   uint32_t done() const {
@@ -63,6 +73,7 @@ class Adders {
   void serve(int lane, uint32_t next) {
     for (;;) {
       int looks = 0;
+      uint32_t roused = roused_.load();
       while (here_.value.load(std::memory_order_acquire) == next) {
         if (ending_.load()) return;
         if (++looks < looks_) {
@@ -70,10 +81,16 @@ class Adders {
           continue;
         }
         here_.waiters.fetch_add(1, std::memory_order_seq_cst);
-        if (here_.value.load(std::memory_order_seq_cst) == next && !ending_.load())
+        if (here_.value.load(std::memory_order_seq_cst) == next && !ending_.load() &&
+            roused_.load(std::memory_order_seq_cst) == roused)
           sleep_on(here_, next, 500'000'000);
         here_.waiters.fetch_sub(1, std::memory_order_seq_cst);
-        looks = 0;
+        if (const uint32_t now = roused_.load(); now != roused) {
+          // One thread waking all others takes 30 µs for each on a virtual machine.
+          if (here_.waiters.load()) wake(here_, kEachWakes);
+          roused = now;
+          looks = 0;
+        }
       }
       work_(lane, next);
       done_[static_cast<size_t>(lane)].value.store(++next, std::memory_order_release);
@@ -87,9 +104,12 @@ class Adders {
     threads_.clear();
   }
 
+  static constexpr int kEachWakes = 2;
+
   const std::function<void(int, uint32_t)> work_;
   const int looks_;  // at the word before sleeping, some 50 ns each
   Word here_{};
+  alignas(64) std::atomic<uint32_t> roused_{0};  // how often
   std::vector<Word> done_;
   std::atomic<bool> ending_{false};
   std::vector<std::thread> threads_;

@@ -41,6 +41,7 @@
 #include "adders.hpp"
 #include "cuda_driver.hpp"
 #include "group.hpp"
+#include "past_caches.hpp"
 #include "trace.hpp"
 
 namespace hfreduce {
@@ -64,6 +65,39 @@ class CudaPath {
     uint32_t first = kFirst;  // the call's first chunk
   };
   static constexpr uint32_t kFirst = 1;  // the group's first meeting was chunk 0
+
+  // How a call is cut into chunks: about eight, and where there are several, smaller ones at both
+  // ends, since nothing comes back before the first is out and nothing goes out beside the last.
+  struct Cut {
+    Cut(const Call &call, int64_t most_bytes) : count(call.count) {
+      const int64_t item = static_cast<int64_t>(kItemBytes[static_cast<size_t>(call.dtype)]);
+      const int64_t share = std::max(count * item / kChunks, kLeastBytes);
+      unit = (std::min(share, most_bytes) + 4 * kPageBytes - 1) / (4 * kPageBytes) * kPageBytes / item;
+      if (4 * unit * item > most_bytes) unit = most_bytes / item / 4 / 64 * 64;
+      ramped = count >= 12 * unit && ramps();
+      inner = ramped ? (count - 3 * unit) / 64 * 64 : count;
+      const int64_t before = ramped ? 3 * unit : 0;
+      middle = std::max<int64_t>(1, (inner - before + 4 * unit - 1) / (4 * unit));
+      chunks = ramped ? middle + 4 : middle;
+    }
+    // Elements before a chunk; a chunk begins at a whole cache line of any type.
+    int64_t begin(int64_t i) const {
+      if (!ramped) return std::min(count, 4 * unit * i);
+      if (i < 2) return unit * i;
+      if (i < middle + 2) return unit * (4 * i - 5);
+      if (i == middle + 2) return inner;
+      return i == middle + 3 ? (count - unit) / 64 * 64 : count;
+    }
+    int64_t size(int64_t i) const { return begin(i + 1) - begin(i); }
+    static bool ramps() {
+      return ramp_knob();
+    }
+
+    static bool &ramp_knob() { static bool knob = true; return knob; }
+    static constexpr int64_t kLeastBytes = 512 << 10, kChunks = 8, kPageBytes = 4096;
+    int64_t count, unit, inner, middle, chunks;
+    bool ramped;
+  };
 
   CudaPath(Group &group, int device, bool flags, int threads)
       : group_(group), segment_(group.segment()), driver_(CudaDriver::get()), device_(device),
@@ -96,6 +130,8 @@ class CudaPath {
       trace_ = std::make_unique<Trace>(lanes_);
       looks_ = group.waiter().pauses > 0 ? kLooks : 0;
       if (const char *looks = getenv("HFREDUCE_LOOKS")) looks_ = atoi(looks);
+      if (const char *knob = getenv("HFREDUCE_STORE")) store_ = *knob;
+      if (const char *knob = getenv("HFREDUCE_RAMP")) Cut::ramp_knob() = *knob != '0';
       if (lanes_ > 1)
         adders_ = std::make_unique<Adders>(
             lanes_, kFirst, looks_, [this](int lane, uint32_t chunk) {
@@ -133,19 +169,20 @@ class CudaPath {
   CUstream out() const { return out_; }
   CUstream back() const { return back_; }
 
-  int64_t chunks_of(const Call &call) const {
-    return std::max<int64_t>(1, (call.count + each(call) - 1) / each(call));
-  }
+  int64_t chunks_of(const Call &call) const { return Cut(call, chunk_bytes_).chunks; }
 
   // Announces a call, which the server goes on with when its turn has come. Calls are announced and
   // enqueued in one order, the same on all ranks.
   void submit(const Call &call) {
     if (!context_) throw std::runtime_error("the group is closed");
     const uint32_t end = call.first + static_cast<uint32_t>(chunks_of(call));
-    std::lock_guard<std::mutex> lock(mutex_);
-    calls_.push_back({call, stamp_of(call), end});
-    advance(submitted_, end);
-    if (failed_) run_dry();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      calls_.push_back({call, stamp_of(call), end});
+      advance(submitted_, end);
+      if (failed_) run_dry();
+    }
+    if (adders_) adders_->rouse();  // to wake takes them as long as the first copy out
   }
 
   // Enqueues a call that has been announced on `out` and `back`. The caller has made `out` wait for the
@@ -154,14 +191,17 @@ class CudaPath {
     if (!context_) throw std::runtime_error("the group is closed");
     if (!flags_) return;
     InContext current(context_);
-    const int64_t chunks = chunks_of(call);
-    for (int64_t i = 0; i < chunks; ++i) {
+    const Cut cut(call, chunk_bytes_);
+    int whose;
+    for (int64_t i = 0; i < cut.chunks; ++i) {
       const uint32_t number = call.first + static_cast<uint32_t>(i) + 1;
-      wait_on(out_, offsetof(Words, allow), number);
-      copy_out(call, i);
+      // Mostly its slot is free already.
+      if (ahead(number, least(&Progress::taken, whose) + slots()))
+        wait_on(out_, offsetof(Words, allow), number);
+      copy_out(call, cut, i);
       write_to(out_, offsetof(Words, arrived), number);
       wait_on(back_, offsetof(Words, go), number);
-      copy_back(call, i);
+      copy_back(call, cut, i);
       write_to(back_, offsetof(Words, returned), number);
     }
   }
@@ -217,35 +257,23 @@ class CudaPath {
   int64_t item(const Call &call) const {
     return static_cast<int64_t>(kItemBytes[static_cast<size_t>(call.dtype)]);
   }
-  static constexpr int64_t kLeastChunk = 512 << 10, kChunks = 8;
-  // Elements of a chunk: whole cache lines of any type.
-  int64_t each(const Call &call) const {
-    const int64_t share = (call.count * item(call) / kChunks + 4095) / 4096 * 4096;
-    return std::min(std::max(share, kLeastChunk), chunk_bytes_) / item(call);
-  }
-  int64_t size_of(const Call &call, int64_t i) const {
-    return std::clamp<int64_t>(call.count - each(call) * i, 0, each(call));
-  }
-
-  void copy_out(const Call &call, int64_t i) {
-    const int64_t size = size_of(call, i) * item(call);
+  void copy_out(const Call &call, const Cut &cut, int64_t i) {
     const uint32_t chunk = call.first + static_cast<uint32_t>(i);
-    if (size)
-      driver_.check(driver_.copy_to_host(segment_.slot(0, rank_, chunk),
-                                         call.tensor + static_cast<uint64_t>(i * chunk_bytes_of(call)),
+    if (const int64_t size = cut.size(i) * item(call))
+      driver_.check(driver_.copy_to_host(segment_.slot(0, rank_, chunk), tensor_at(call, cut, i),
                                          static_cast<size_t>(size), out_),
                     "cuMemcpyDtoHAsync");
   }
-  void copy_back(const Call &call, int64_t i) {
-    const int64_t size = size_of(call, i) * item(call);
+  void copy_back(const Call &call, const Cut &cut, int64_t i) {
     const uint32_t chunk = call.first + static_cast<uint32_t>(i);
-    if (size)
-      driver_.check(driver_.copy_to_device(
-                        call.tensor + static_cast<uint64_t>(i * chunk_bytes_of(call)),
-                        segment_.slot(0, 0, chunk), static_cast<size_t>(size), back_),
+    if (const int64_t size = cut.size(i) * item(call))
+      driver_.check(driver_.copy_to_device(tensor_at(call, cut, i), segment_.slot(0, 0, chunk),
+                                           static_cast<size_t>(size), back_),
                     "cuMemcpyHtoDAsync");
   }
-  int64_t chunk_bytes_of(const Call &call) const { return each(call) * item(call); }
+  CUdeviceptr tensor_at(const Call &call, const Cut &cut, int64_t i) const {
+    return call.tensor + static_cast<uint64_t>(cut.begin(i) * item(call));
+  }
 
   void wait_on(CUstream stream, size_t offset, uint32_t value) {
     driver_.check(driver_.stream_wait(stream, words_on_device_ + offset, value, kWaitGreaterOrEqual),
@@ -270,6 +298,7 @@ class CudaPath {
     return came;
   }
 
+  uint32_t slots() const { return static_cast<uint32_t>(segment_.shape().slots); }
   static bool ahead(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) > 0; }
 
   // The least of a counter over all ranks, and whose it is.
@@ -320,7 +349,6 @@ class CudaPath {
   // Sees chunks through until there is none left.
   Status progress() {
     Progress &mine = segment_.progress(0, rank_);
-    const uint32_t slots = static_cast<uint32_t>(segment_.shape().slots);
     int blamed = rank_;
     Idle idle(group_.waiter(), looks_);
     auto before = Clock::now();
@@ -335,7 +363,7 @@ class CudaPath {
       if (arrived_ != allowed_) busy_.out += seconds;
       if (combined_ != given_) busy_.adding += seconds;
       if (returned_ != gone_) busy_.back += seconds;
-      while (allowed_ != end && !ahead(allowed_ + 1 - slots, least(&Progress::taken, blamed))) {
+      while (allowed_ != end && !ahead(allowed_ + 1 - slots(), least(&Progress::taken, blamed))) {
         const Chunk &chunk = take_up(allowed_);
         segment_.stamp(0, rank_, allowed_) = chunk.stamp;
         ++allowed_;
@@ -343,10 +371,11 @@ class CudaPath {
         if (flags_) {
           words_->allow.value.store(allowed_, std::memory_order_release);
         } else {
-          copy_out(chunk.call, chunk.index);
+          copy_out(chunk.call, Cut(chunk.call, chunk_bytes_), chunk.index);
           driver_.check(driver_.event_record(event(allowed_ - 1, false), out_), "cuEventRecord");
         }
         moved = true;
+        if (adders_) adders_->rouse();  // again: calls may be announced long before their turn
       }
       const uint32_t here = seen(arrived_, allowed_, words_->arrived, false);
       if (here != arrived_) {
@@ -380,14 +409,15 @@ class CudaPath {
         advance(mine.combined, combined_);
         moved = true;
       }
-      const uint32_t whole = least(&Progress::combined, blamed);
-      while (gone_ != arrived_ && ahead(whole, gone_)) {
+      const uint32_t summed = least(&Progress::combined, blamed);
+      while (gone_ != arrived_ && ahead(summed, gone_)) {
         ++gone_;
         trace_->note(Stage::kGone, gone_ - 1);
         if (flags_) {
           words_->go.value.store(gone_, std::memory_order_release);
         } else {
-          copy_back(at(gone_ - 1).call, at(gone_ - 1).index);
+          const Chunk &whole = at(gone_ - 1);
+          copy_back(whole.call, Cut(whole.call, chunk_bytes_), whole.index);
           driver_.check(driver_.event_record(event(gone_ - 1, true), back_), "cuEventRecord");
         }
         moved = true;
@@ -466,20 +496,36 @@ class CudaPath {
     const Call &call = at(chunk).call;
     if (world_ == 1) return;
     const int64_t bytes = item(call);
-    const int64_t count = size_of(call, at(chunk).index);
+    const int64_t count = Cut(call, chunk_bytes_).size(at(chunk).index);
     const int64_t slice = ((count + world_ - 1) / world_ + 63) / 64 * 64;
     const int64_t begin = std::min(count, slice * rank_), size = std::min(slice, count - begin);
     const int64_t part = ((size + lanes_ - 1) / lanes_ + 63) / 64 * 64;
     const auto function = group_.table().functions[static_cast<size_t>(call.dtype)]
                                                   [static_cast<size_t>(call.op)];
-    const int64_t at = std::min(size, part * lane), elements = std::min(part, size - at);
-    if (elements <= 0) return;
+    const int64_t from = begin + std::min(size, part * lane);
+    const int64_t until = begin + std::min(size, part * (lane + 1));
     std::vector<const void *> sources(static_cast<size_t>(world_));
-    for (int r = 0; r < world_; ++r)
-      sources[static_cast<size_t>(r)] = segment_.slot(0, r, chunk) + (begin + at) * bytes;
-    function(sources.data(), world_, segment_.slot(0, 0, chunk) + (begin + at) * bytes, nullptr,
-             static_cast<size_t>(elements));
+    alignas(64) char sums[kBlockBytes];
+    const char store = store_;
+    for (int64_t i = from; i < until; i += kBlockBytes / bytes) {
+      const int64_t elements = std::min(until - i, kBlockBytes / bytes);
+      for (int r = 0; r < world_; ++r)
+        sources[static_cast<size_t>(r)] = segment_.slot(0, r, chunk) + i * bytes;
+      char *const target = segment_.slot(0, 0, chunk) + i * bytes;
+      if (store != '1') {
+        function(sources.data(), world_, target, nullptr, static_cast<size_t>(elements));
+#if defined(__x86_64__)
+        if (store == '2')
+          for (char *p = target; p < target + elements * bytes; p += 64) asm volatile("cldemote %0" ::"m"(*p));
+#endif
+        continue;
+      }
+      function(sources.data(), world_, sums, nullptr, static_cast<size_t>(elements));
+      copy_past_caches(target, sums, static_cast<size_t>(elements * bytes));
+    }
+    settle();
   }
+  static constexpr int64_t kBlockBytes = 16 << 10;  // half of a core's first cache
 
   Stamp stamp_of(const Call &call) const {
     Stamp stamp{};
@@ -573,6 +619,7 @@ class CudaPath {
   // four times as long went with slower calls on two H200s.
   static constexpr int kLooks = 4000;
   int lanes_ = 1, looks_ = 0;
+  char store_ = '1';
   bool flags_ = false, registered_ = false;
   CUcontext context_ = nullptr;
   Words *words_ = nullptr;
