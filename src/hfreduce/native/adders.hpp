@@ -21,7 +21,7 @@ class Adders {
  public:
   // `work(lane, chunk)` adds a lane's part of a chunk. `first` is the first chunk there will be.
   Adders(int count, uint32_t first, int looks, std::function<void(int, uint32_t)> work)
-      : work_(std::move(work)), looks_(looks), done_(static_cast<size_t>(count)) {
+      : work_(std::move(work)), looks_(looks), begin_(first), done_(static_cast<size_t>(count)) {
     here_.value.store(first);
     for (Word &word : done_) word.value.store(first);
     // Signals go to Python's main thread, which can act on them.
@@ -41,8 +41,10 @@ class Adders {
   Adders(const Adders &) = delete;
   ~Adders() { end(); }
 
-  // All parts of the chunks before `end` have arrived.
-  void arrived(uint32_t end) {
+  // All parts of the chunks from `begin` to `end` have arrived. There may be a gap to what arrived
+  // before, where all of that is done: nobody adds what lies in it.
+  void arrived(uint32_t begin, uint32_t end) {
+    if (here_.value.load(std::memory_order_relaxed) != begin) begin_.store(begin);
     here_.value.store(end, std::memory_order_seq_cst);
     rouse();
   }
@@ -92,6 +94,7 @@ class Adders {
           looks = 0;
         }
       }
+      if (const uint32_t begin = begin_.load(); static_cast<int32_t>(begin - next) > 0) next = begin;
       work_(lane, next);
       done_[static_cast<size_t>(lane)].value.store(++next, std::memory_order_release);
     }
@@ -109,6 +112,7 @@ class Adders {
   const std::function<void(int, uint32_t)> work_;
   const int looks_;  // at the word before sleeping, some 50 ns each
   Word here_{};
+  std::atomic<uint32_t> begin_;  // of the chunks after the last gap
   alignas(64) std::atomic<uint32_t> roused_{0};  // how often
   std::vector<Word> done_;
   std::atomic<bool> ending_{false};

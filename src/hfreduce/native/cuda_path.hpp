@@ -136,7 +136,7 @@ class CudaPath {
         adders_ = std::make_unique<Adders>(
             lanes_, kFirst, looks_, [this](int lane, uint32_t chunk) {
               trace_->note(Stage::kAdding, chunk, lane);
-              combine(chunk, lane);
+              combine(chunk, lane, lanes_);
               trace_->note(Stage::kAdded, chunk, lane);
             });
       chunks_.resize(static_cast<size_t>(segment_.shape().slots));
@@ -182,7 +182,8 @@ class CudaPath {
       advance(submitted_, end);
       if (failed_) run_dry();
     }
-    if (adders_) adders_->rouse();  // to wake takes them as long as the first copy out
+    // To wake takes them as long as the first copy out.
+    if (adders_ && call.count * item(call) > kAloneBytes) adders_->rouse();
   }
 
   // Enqueues a call that has been announced on `out` and `back`. The caller has made `out` wait for the
@@ -375,7 +376,8 @@ class CudaPath {
           driver_.check(driver_.event_record(event(allowed_ - 1, false), out_), "cuEventRecord");
         }
         moved = true;
-        if (adders_) adders_->rouse();  // again: calls may be announced long before their turn
+        // Again: calls may be announced long before their turn.
+        if (adders_ && bytes_of(chunk) > kAloneBytes) adders_->rouse();
       }
       const uint32_t here = seen(arrived_, allowed_, words_->arrived, false);
       if (here != arrived_) {
@@ -387,22 +389,27 @@ class CudaPath {
       if (given_ != arrived_) {
         const uint32_t put = least(&Progress::put, blamed);
         if (ahead(put, given_)) {
-          // Without adders one chunk at a time, so that the streams are fed in between.
+          // To wake adders takes longer than to add a few KiB. This thread adds one chunk at a time,
+          // so that the streams are fed in between.
+          const bool alone = !adders_ || (combined_ == given_ && bytes_of(at(given_)) <= kAloneBytes);
           const uint32_t whole = ahead(put, arrived_) ? arrived_ : put;
-          const uint32_t until = adders_ ? whole : given_ + 1;
+          const uint32_t until = alone ? given_ + 1 : whole;
           for (uint32_t i = given_; i != until; ++i)
             if (at(i).index == 0)
               if (Status s = agreed(i, at(i).stamp); !s) return s;
           trace_->note(Stage::kGathered, given_, until);
-          if (adders_)
-            adders_->arrived(until);
-          else
-            combine(given_, 0);
+          if (alone) {
+            combine(given_, 0, 1);
+            added_ = until;
+          } else {
+            adders_->arrived(given_, until);
+          }
           given_ = until;
           moved = true;
         }
       }
-      const uint32_t added = adders_ ? adders_->done() : given_;
+      uint32_t added = added_;
+      if (adders_ && ahead(adders_->done(), added)) added = adders_->done();
       if (added != combined_) {
         trace_->note(Stage::kCombined, combined_, added);
         combined_ = added;
@@ -491,15 +498,19 @@ class CudaPath {
     return events_[(back ? slots : 0) + chunk % slots];
   }
 
+  int64_t bytes_of(const Chunk &chunk) const {
+    return Cut(chunk.call, chunk_bytes_).size(chunk.index) * item(chunk.call);
+  }
+
   // This rank's slice of all slots goes into slot 0, whose bytes no other rank reads or writes there.
-  void combine(uint32_t chunk, int lane) const {
+  void combine(uint32_t chunk, int lane, int lanes) const {
     const Call &call = at(chunk).call;
     if (world_ == 1) return;
     const int64_t bytes = item(call);
     const int64_t count = Cut(call, chunk_bytes_).size(at(chunk).index);
     const int64_t slice = ((count + world_ - 1) / world_ + 63) / 64 * 64;
     const int64_t begin = std::min(count, slice * rank_), size = std::min(slice, count - begin);
-    const int64_t part = ((size + lanes_ - 1) / lanes_ + 63) / 64 * 64;
+    const int64_t part = ((size + lanes - 1) / lanes + 63) / 64 * 64;
     const auto function = group_.table().functions[static_cast<size_t>(call.dtype)]
                                                   [static_cast<size_t>(call.op)];
     const int64_t from = begin + std::min(size, part * lane);
@@ -526,6 +537,7 @@ class CudaPath {
     settle();
   }
   static constexpr int64_t kBlockBytes = 16 << 10;  // half of a core's first cache
+  static constexpr int64_t kAloneBytes = 256 << 10;
 
   Stamp stamp_of(const Call &call) const {
     Stamp stamp{};
@@ -628,7 +640,7 @@ class CudaPath {
   std::vector<CUevent> events_;
   Busy busy_;
   // The server's: up to which chunk each step has come.
-  uint32_t allowed_ = kFirst, arrived_ = kFirst, given_ = kFirst, combined_ = kFirst,
+  uint32_t allowed_ = kFirst, arrived_ = kFirst, given_ = kFirst, added_ = kFirst, combined_ = kFirst,
            gone_ = kFirst, returned_ = kFirst;
   Announced current_;  // whose chunks are allowed
   std::vector<Chunk> chunks_;

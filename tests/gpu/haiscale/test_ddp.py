@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -60,3 +61,33 @@ def parity(rank: int, world: int, store: str) -> int:
 @pytest.mark.parametrize("world", [2, 4])
 def test_models_of_all_kinds_train_as_with_torchs(world: int) -> None:
     assert run(parity, world, timeout=120) == [2 * len(CASES) - 1] * world
+
+
+def chosen(rank: int, world: int, store: str) -> str:
+    gpu = device(rank)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    model = DistributedDataParallel(nn.Linear(6, 6).to(gpu), device_ids=[gpu.index])
+    model(torch.ones(2, 6, device=gpu)).sum().backward()
+    dist.destroy_process_group()
+    return str(model.path)
+
+
+def test_auto_takes_hfreduce_where_no_gpu_reaches_another() -> None:
+    first, second = run(chosen, 2)
+    assert first == second
+    if torch.cuda.device_count() == 1:
+        assert first == "torch: ranks share a GPU"
+        return
+    reach = torch.cuda.can_device_access_peer(0, 1)
+    direct = "torch: the GPUs of ranks 0 and 1 reach each other's memory"
+    assert first == (direct if reach else "hfreduce")
+
+
+def forbidden(rank: int, world: int, store: str) -> str:
+    os.environ["NCCL_P2P_DISABLE"] = "1"
+    return chosen(rank, world, store)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two ranks")
+def test_auto_takes_hfreduce_where_nccl_may_not_go_directly() -> None:
+    assert run(forbidden, 2) == ["hfreduce"] * 2
