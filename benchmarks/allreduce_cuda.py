@@ -56,7 +56,12 @@ PARTS = ["alone", "large", "product", "steps", "costs", "small", "killed"]
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
 # A thread of NCCL's calls CUDA while the others' kernels wait for it: a context of its own keeps it
 # from being held up by theirs (github.com/NVIDIA/nccl/issues/803).
-COPY_ENGINES = {"NCCL_SHM_USE_CUDA_MEMCPY": "1", "NCCL_CREATE_THREAD_CONTEXT": "1"}
+COPY_ENGINES = {
+    "NCCL_SHM_USE_CUDA_MEMCPY": "1",
+    "NCCL_CREATE_THREAD_CONTEXT": "1",
+    "NCCL_DEBUG": "INFO",  # to a file: why it does not answer, where it does not
+    "NCCL_DEBUG_SUBSYS": "INIT,ENV,P2P,SHM,PROXY",
+}
 WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "hfreduce": ("hfreduce", {}),
     "NCCL": ("nccl", {}),
@@ -84,8 +89,10 @@ class Crew:
     """
 
     def __init__(self, name: str, ranks: int, work: Path) -> None:
-        self.name = name
+        self.name, self._work = name, work
         backend, environment = WAYS[name]
+        if "NCCL_DEBUG" in environment:
+            environment = environment | {"NCCL_DEBUG_FILE": f"{work}/nccl.%p"}
         context: Any = multiprocessing.get_context("spawn")
         self._pipes, self.processes = [], []
         with _environment(environment):
@@ -131,6 +138,15 @@ class Crew:
             answers.append(answer)
         return answers
 
+    def said(self) -> list[str]:
+        """Return what NCCL noted on the way it takes, without process numbers."""
+        lines: dict[str, None] = {}
+        for path in sorted(self._work.glob("nccl.*")):
+            for line in path.read_text(errors="replace").splitlines():
+                if "WARN" in line or "SHM" in line or "MEMCPY" in line:
+                    lines.setdefault(line.split("NCCL ", 1)[-1][:200])
+        return list(lines)[:12]
+
     def end(self) -> None:
         """Let the processes end, or end them."""
         self.start("end")
@@ -174,6 +190,8 @@ class Run:
         click.echo(str(error), err=True)
         self.failed[name] = str(error)[:500]
         crew = self.crews.pop(name)
+        if said := crew.said():
+            self.result.setdefault("said", {})[name] = said
         for process in crew.processes:
             process.kill()
 
