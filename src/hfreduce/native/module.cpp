@@ -188,7 +188,7 @@ NB_MODULE(_engine, module) {
       }, "(seconds in calls; with copies out, sums and copies back under way)")
       .def(
           "trace",
-          [](const CudaPath &path) {
+          [](CudaPath &path) {
             nb::list rows;
             for (const Trace::Note &n : path.trace())
               rows.append(nb::make_tuple(n.nanoseconds, static_cast<int>(n.stage), n.chunk, n.lane));

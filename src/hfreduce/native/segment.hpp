@@ -18,7 +18,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <system_error>
@@ -86,8 +85,7 @@ class Segment {
     Segment segment(shape, descriptor);
     int code;  // neither ftruncate nor fallocate sets out what is not there
     if (ftruncate(descriptor, static_cast<off_t>(shape.bytes())) < 0) fail("ftruncate");
-    const char *const knob = getenv("HFREDUCE_HUGE");
-    if (shape.slot_bytes >= kHugePage / 2 && (!knob || *knob != '0')) segment.fill_with_huge_pages();
+    if (shape.slot_bytes >= kHugePage / 2) segment.fill_with_huge_pages();
     if ((code = posix_fallocate(descriptor, 0, static_cast<off_t>(shape.bytes()))) != 0) {
       errno = code;
       fail("fallocate");
@@ -151,6 +149,20 @@ class Segment {
   Progress &progress(int lane, int rank) const {
     return reinterpret_cast<Progress *>(base_ + shape_.progress_at())[lane * shape_.world + rank];
   }
+  // The least of a counter over all ranks in lane 0, and whose it is.
+  struct Least {
+    uint32_t value;
+    int rank;
+  };
+  Least least(Word Progress::*step) const {
+    Least found{(progress(0, 0).*step).value.load(std::memory_order_acquire), 0};
+    for (int r = 1; r < shape_.world; ++r) {
+      const uint32_t value = (progress(0, r).*step).value.load(std::memory_order_acquire);
+      if (static_cast<int32_t>(found.value - value) > 0) found = {value, r};
+    }
+    return found;
+  }
+
   char *slot(int lane, int rank, uint32_t chunk) const {
     const size_t index =
         (static_cast<size_t>(lane) * shape_.world + rank) * shape_.slots + chunk % shape_.slots;

@@ -14,7 +14,6 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
-#include <cstdlib>
 #include <cstddef>
 #include <functional>
 
@@ -41,8 +40,6 @@ struct Status {
 };
 
 inline void cpu_pause() {
-  static const bool none = getenv("HFREDUCE_NOPAUSE") != nullptr;
-  if (none) return;
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
