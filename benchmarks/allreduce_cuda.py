@@ -206,11 +206,11 @@ class Run:
         return answers
 
     def rounds_of(
-        self, question: str, *arguments: Any, but: str = ""
+        self, question: str, *arguments: Any, but: str = "", rounds: int = 0
     ) -> dict[str, list[list[Any]]]:
         """Ask each way but one in turn, round after round, another one first each time."""
         found: dict[str, list[list[Any]]] = {name: [] for name in self.crews if name != but}
-        for turn in range(self.rounds):
+        for turn in range(rounds or self.rounds):
             names = [name for name in self.crews if name != but]
             first = turn % max(1, len(names))
             for name in names[first:] + names[:first]:
@@ -283,7 +283,7 @@ def several(run: Run, ranks: int, own: bool, parts: Sequence[str]) -> None:
             _bandwidths(run, dtype, LARGE, place)
         _bandwidths(run, "fp32", [MIB, 25 * MIB], place, alone=True)
     if "product" in parts and run.has(8):
-        beside = run.rounds_of("product")
+        beside = run.rounds_of("product", rounds=2)
         run.note(place | {"case": "8192³ bf16 product beside all-reduces of 1 GiB"} | _slow(beside))
     if own and "steps" in parts:
         for model in MODELS:
@@ -338,7 +338,7 @@ def _one(run: Run, one: Crew) -> None:
                 {"case": "1 GiB to the host and back, one rank", "chunk_bytes": chunk}
                 | {"ms": _ms(times), "gib_per_s": round(rate, 2)}
             )
-        beside = {"hfreduce": [one.ask("product") for _ in range(run.rounds)]}
+        beside = {"hfreduce": [one.ask("product") for _ in range(2)]}
         run.note({"case": "8192³ bf16 product beside 1 GiB, one rank"} | _slow(beside))
         for model in MODELS[:1]:
             one.ask("hook", model, 2)  # builds the three, and warms up

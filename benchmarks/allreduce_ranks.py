@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from hfai.models import bert_large_MLM
 MIB = 1 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCT = 8192
+REST = 0.04  # seconds
 _VGG16 = [64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0]
 
 
@@ -104,17 +106,23 @@ class Rank:
         self._settle()
         return (time.perf_counter() - start) / calls
 
-    def product(self) -> dict[str, Any]:
-        """Return a product's milliseconds alone and beside all-reduces of 1 GiB."""
+    def product(self, turns: int = 4) -> dict[str, Any]:
+        """Return a product's milliseconds alone and beside all-reduces of 1 GiB, medians of turns.
+
+        A GPU that multiplies all the time reaches its limit of power and slows down: so before each
+        turn of either kind it rests for the same time.
+        """
         a = torch.randn(PRODUCT, PRODUCT, device=self.gpu, dtype=torch.bfloat16)
         tensor = torch.zeros(256 * MIB, device=self.gpu)
-
-        works: list[Any] = []
         outlasted = True
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
         def products(count: int, calls: int = 0) -> float:
             nonlocal outlasted
+            self._settle()
+            self._meet()
+            time.sleep(REST)
+            self._meet()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(count):
@@ -122,32 +130,34 @@ class Rank:
             end.record()
             # After the products, whose launches take some 10 µs each: to enqueue takes longer.
             with torch.cuda.stream(side):
-                works.extend(self.reduce(tensor) for _ in range(calls))
+                works = [self.reduce(tensor) for _ in range(calls)]
             self._settle(end)
-            outlasted = not works or not self._is_done(works[-1])
+            outlasted = outlasted and (not works or not self._is_done(works[-1]))
+            for work in works:
+                work.wait()
             return float(start.elapsed_time(end)) / count
 
-        products(5)
         self.reduce(tensor).wait()
-        alone = products(10)
+        products(5)
+        self._settle()
         self._meet()
         begun = time.perf_counter()
         self.reduce(tensor).wait()
         self._settle()
-        one = (time.perf_counter() - begun) * 1e3
-        times = torch.tensor([one, alone])
+        times = torch.tensor([(time.perf_counter() - begun) * 1e3, products(5)])
         dist.all_reduce(times, dist.ReduceOp.MAX)
         one, longest = times.tolist()
         # Enough all-reduces that they outlast a few products.
         calls = max(1, round(12 * longest / one))
-        count = max(2, int(0.75 * calls * one / longest))
-        again = products(count)
-        self._meet()
-        beside = products(count, calls)
-        for work in works:
-            work.wait()
-        self._settle()
-        return {"alone": min(alone, again), "beside": beside, "outlasted": outlasted}
+        count = max(2, int(0.7 * calls * one / longest))
+        alone, beside = [], []
+        for turn in range(2 * turns):
+            if turn % 4 in (0, 3):
+                alone.append(products(count))
+            else:
+                beside.append(products(count, calls))
+        middle = statistics.median
+        return {"alone": middle(alone), "beside": middle(beside), "outlasted": outlasted}
 
     def cores(self) -> float:
         """Return how many cores this process keeps busy while all-reduces run."""

@@ -112,6 +112,16 @@ int cuStreamWaitValue32_v2(Stream *stream, uint64_t word, uint32_t value, unsign
   });
   return kSuccess;
 }
+struct Operation {
+  uint32_t kind, unused;
+  uint64_t address, value, more[3];
+};
+int cuStreamBatchMemOp_v2(Stream *stream, unsigned count, Operation *operations, unsigned) {
+  for (Operation *each = operations; each != operations + count; ++each)
+    (each->kind == 1 ? cuStreamWaitValue32_v2 : cuStreamWriteValue32_v2)(
+        stream, each->address, static_cast<uint32_t>(each->value), 0);
+  return kSuccess;
+}
 #endif
 
 }  // extern "C"

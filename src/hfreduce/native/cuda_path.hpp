@@ -42,14 +42,17 @@ class CudaPath {
       : group_(group), segment_(group.segment()), rank_(group.rank()),
         world_(segment_.shape().world),
         chunk_bytes_(static_cast<int64_t>(segment_.shape().slot_bytes)),
-        streams_(segment_, rank_, device, flags), lanes_(world_ > 1 ? std::max(1, threads) : 1),
-        looks_(group.waiter().pauses > 0 ? kLooks : 0), trace_(lanes_) {
+        streams_(segment_, rank_, device, flags),
+        looks_(group.waiter().pauses > 0 ? kLooks : 0), trace_(threads) {
+    if (const char *knob = getenv("HFREDUCE_LOOKS")) looks_ = atoi(knob);
+    if (const char *knob = getenv("HFREDUCE_STORE")) hands_on_ = *knob != '1', hands_on_sources_ = *knob == '3';
     chunks_.resize(static_cast<size_t>(segment_.shape().slots));
     submitted_.value.store(kFirst);
     finished_.value.store(kFirst);
-    if (lanes_ > 1)
+    if (world_ > 1 && threads > 1)
       adders_ = std::make_unique<Adders>(
-          lanes_, kFirst, looks_, [this](int lane, uint32_t chunk) { combine(chunk, lane, lanes_); });
+          threads, kFirst, segment_.shape().slots, looks_,
+          [this](int thread, uint32_t chunk, int piece) { combine(thread, at(chunk), chunk, piece); });
     sigset_t all, before;  // signals go to Python's main thread
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -168,7 +171,7 @@ class CudaPath {
     } catch (const std::exception &) {
       status = group_.waiter().broken({Reason::kInterrupted, rank_});
     }
-    if (adders_) adders_->rest();
+    while (adders_ && added_up() != given_) sched_yield();
     if (!status) fail(status);
   }
 
@@ -235,21 +238,17 @@ class CudaPath {
             if (at(i).index == 0)
               if (Status s = agreed(i, at(i).stamp); !s) return s;
           trace_.note(Stage::kGathered, given_, until);
-          if (alone) {
-            combine(given_, 0, 1);
-            added_ = until;
-          } else {
-            adders_->arrived(given_, until);
-          }
-          given_ = until;
+          if (alone && world_ > 1)
+            for (int piece = 0; piece < pieces_of(at(given_)); ++piece)
+              combine(kServer, at(given_), given_, piece);
+          if (alone) added_ = until;
+          for (; given_ != until; ++given_)
+            if (!alone) adders_->arrived(given_, pieces_of(at(given_)));
           moved = true;
         }
       }
-      uint32_t added = added_;
-      if (adders_ && ahead(adders_->done(), added)) added = adders_->done();
-      if (added != combined_) {
-        trace_.note(Stage::kCombined, combined_, added);
-        combined_ = added;
+      if (const uint32_t before_adding = combined_; added_up() != before_adding) {
+        trace_.note(Stage::kCombined, before_adding, combined_);
         advance(mine.combined, combined_);
         moved = true;
       }
@@ -300,32 +299,60 @@ class CudaPath {
     return Cut(chunk.call, chunk_bytes_).size(chunk.index) * chunk.call.item();
   }
 
-  // This rank's slice of all slots goes into slot 0, whose bytes no other rank reads or writes there.
-  void combine(uint32_t chunk, int lane, int lanes) {
-    if (world_ == 1) return;
-    const GpuCall &call = at(chunk).call;
-    trace_.note(Stage::kAdding, chunk, lane);
-    const int64_t bytes = call.item();
-    const int64_t count = Cut(call, chunk_bytes_).size(at(chunk).index);
-    const int64_t slice = ((count + world_ - 1) / world_ + 63) / 64 * 64;
-    const int64_t begin = std::min(count, slice * rank_), size = std::min(slice, count - begin);
-    const int64_t part = ((size + lanes - 1) / lanes + 63) / 64 * 64;
-    const auto function = group_.table().functions[static_cast<size_t>(call.dtype)]
-                                                  [static_cast<size_t>(call.op)];
-    const int64_t from = begin + std::min(size, part * lane);
-    const int64_t until = begin + std::min(size, part * (lane + 1));
+  // This rank's part of a chunk, from whole cache lines on.
+  struct Slice {
+    int64_t begin, size;
+  };
+  Slice slice_of(const Chunk &chunk) const {
+    const int64_t count = Cut(chunk.call, chunk_bytes_).size(chunk.index);
+    const int64_t each = ((count + world_ - 1) / world_ + 63) / 64 * 64;
+    const int64_t begin = std::min(count, each * rank_);
+    return {begin, std::min(each, count - begin)};
+  }
+  int pieces_of(const Chunk &chunk) const {
+    const int64_t bytes = slice_of(chunk).size * chunk.call.item();
+    return static_cast<int>(std::max<int64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes));
+  }
+
+  // Adds a piece of this rank's slice of all slots into slot 0, whose bytes no other rank reads or
+  // writes there.
+  void combine(int thread, const Chunk &chunk, uint32_t number, int piece) {
+    trace_.note(Stage::kAdding, number, thread);
+    const int64_t item = chunk.call.item();
+    const Slice slice = slice_of(chunk);
+    const int64_t from = slice.begin + kPieceBytes / item * piece;
+    const int64_t until = std::min(slice.begin + slice.size, from + kPieceBytes / item);
+    const auto function = group_.table().functions[static_cast<size_t>(chunk.call.dtype)]
+                                                  [static_cast<size_t>(chunk.call.op)];
     std::vector<const void *> sources(static_cast<size_t>(world_));
     alignas(64) char sums[kBlockBytes];
-    for (int64_t i = from; i < until; i += kBlockBytes / bytes) {
-      const int64_t elements = std::min(until - i, kBlockBytes / bytes);
+    for (int64_t i = from; i < until; i += kBlockBytes / item) {
+      const int64_t elements = std::min(until - i, kBlockBytes / item);
+      const size_t size = static_cast<size_t>(elements * item);
       for (int r = 0; r < world_; ++r)
-        sources[static_cast<size_t>(r)] = segment_.slot(0, r, chunk) + i * bytes;
-      function(sources.data(), world_, sums, nullptr, static_cast<size_t>(elements));
-      copy_past_caches(segment_.slot(0, 0, chunk) + i * bytes, sums,
-                       static_cast<size_t>(elements * bytes));
+        sources[static_cast<size_t>(r)] = segment_.slot(0, r, number) + i * item;
+      char *const target = segment_.slot(0, 0, number) + i * item;
+      if (hands_on_) {
+        function(sources.data(), world_, target, nullptr, static_cast<size_t>(elements));
+        hand_on(target, size);
+        if (hands_on_sources_)
+          for (int r = 1; r < world_; ++r) hand_on(sources[static_cast<size_t>(r)], size);
+      } else {
+        function(sources.data(), world_, sums, nullptr, static_cast<size_t>(elements));
+        copy_past_caches(target, sums, size);
+      }
     }
-    settle();
-    trace_.note(Stage::kAdded, chunk, lane);
+    if (!hands_on_) settle();
+    trace_.note(Stage::kAdded, number, thread);
+  }
+
+  // Up to which chunk this rank's slices are added.
+  uint32_t added_up() {
+    while (combined_ != given_ &&
+           (ahead(added_, combined_) ||
+            (adders_ && adders_->done(combined_) == pieces_of(at(combined_)))))
+      ++combined_;
+    return combined_;
   }
 
   Stamp stamp_of(const GpuCall &call) const {
@@ -365,7 +392,9 @@ class CudaPath {
   static constexpr int kLooks = 4000;
   // A chunk that the server adds itself, where nothing else is being added.
   static constexpr int64_t kAloneBytes = 256 << 10;
+  static constexpr int64_t kPieceBytes = 64 << 10;  // what an adder takes at a time
   static constexpr int64_t kBlockBytes = 16 << 10;  // half of a core's first cache
+  static constexpr int kServer = -1;                // in the trace
 
   Group &group_;
   const Segment &segment_;
@@ -373,7 +402,8 @@ class CudaPath {
   const int64_t chunk_bytes_;
   const int process_ = getpid();
   GpuStreams streams_;
-  const int lanes_, looks_;
+  int looks_;
+  bool hands_on_ = can_hand_on(), hands_on_sources_ = true;
   Trace trace_;
   Busy busy_;
   // The server's: up to which chunk each step has come.

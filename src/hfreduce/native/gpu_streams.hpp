@@ -16,6 +16,7 @@
 // events. That is correct everywhere and slower.
 #pragma once
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -86,10 +87,13 @@ class GpuStreams {
         wait_on(out_, offsetof(Words, allow), number);
       copy_out(call, cut, i);
       write_to(out_, offsetof(Words, arrived), number);
-      wait_on(back_, offsetof(Words, go), number);
+      if (i == 0)
+        wait_on(back_, offsetof(Words, go), number);
+      else
+        write_and_wait(back_, offsetof(Words, returned), number - 1, offsetof(Words, go), number);
       copy_back(call, cut, i);
-      write_to(back_, offsetof(Words, returned), number);
     }
+    write_to(back_, offsetof(Words, returned), call.first + static_cast<uint32_t>(cut.chunks()));
   }
 
   // Lets a call's i-th chunk out, or the sum of it back; in order.
@@ -184,6 +188,20 @@ class GpuStreams {
                   "cuStreamWriteValue32");
   }
 
+  // In one call of the driver where it has one for both.
+  void write_and_wait(CUstream stream, size_t written, uint32_t value, size_t awaited,
+                      uint32_t least) const {
+    if (!driver_.stream_operations || !batch_) {
+      write_to(stream, written, value);
+      wait_on(stream, awaited, least);
+      return;
+    }
+    StreamOperation both[2] = {{kWriteValue32, 0, words_on_device_ + written, value, kWriteDefault},
+                               {kWaitValue32, 0, words_on_device_ + awaited, least,
+                                kWaitGreaterOrEqual}};
+    driver_.check(driver_.stream_operations(stream, 2, both, 0), "cuStreamBatchMemOp");
+  }
+
   // A value goes to the device and back, once.
   bool words_work() {
     const CUresult waits =
@@ -223,6 +241,7 @@ class GpuStreams {
   const int64_t chunk_bytes_;
   CUcontext context_ = nullptr;
   bool registered_ = false, by_words_ = false;
+  bool batch_ = !getenv("HFREDUCE_BATCH") || *getenv("HFREDUCE_BATCH") != '0';
   Words *words_ = nullptr;  // of this process alone
   CUdeviceptr words_on_device_ = 0;
   CUstream out_ = nullptr, back_ = nullptr;
