@@ -39,20 +39,13 @@ FEWER = [64 * KIB, MIB, 16 * MIB]
 # hfreduce's settings that are tried, those that it comes with first.
 CHOICES = [
     {"threads": threads, "chunk_bytes": chunk * MIB, "slots": slots}
-    for threads, chunk, slots in (
-        (4, 4, 12),
-        (6, 4, 12),
-        (8, 4, 12),
-        (4, 2, 24),
-        (4, 8, 6),
-        (6, 8, 8),
-    )
+    for threads, chunk, slots in ((6, 8, 8), (4, 8, 8), (8, 8, 8), (6, 4, 16), (6, 2, 24))
 ]
 TUNED = [25 * MIB, 186 * MIB]
 TUNE_SECONDS = 20.0
 CHUNKS = [MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB]
 MODELS = ["BERT-large", "VGG16"]
-PARTS = ["alone", "large", "product", "steps", "costs", "small", "killed"]
+PARTS = ["alone", "settings", "large", "product", "steps", "costs", "small", "killed"]
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
 # A thread of NCCL's calls CUDA while the others' kernels wait for it: a context of its own keeps it
 # from being held up by theirs (github.com/NVIDIA/nccl/issues/803).
@@ -275,7 +268,7 @@ def measure(
 def several(run: Run, ranks: int, own: bool, parts: Sequence[str]) -> None:
     """Measure several ranks, the most wanted first."""
     place = {"ranks": ranks, "own_gpu": own}
-    if "hfreduce" in run.crews:
+    if "settings" in parts and "hfreduce" in run.crews:
         run.result["settings"] = _tune(run, run.crews["hfreduce"])
         run.note(place | {"case": "settings"} | run.result["settings"])
     if "large" in parts:
