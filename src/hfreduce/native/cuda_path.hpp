@@ -44,8 +44,6 @@ class CudaPath {
         chunk_bytes_(static_cast<int64_t>(segment_.shape().slot_bytes)),
         streams_(segment_, rank_, device, flags),
         looks_(group.waiter().pauses > 0 ? kLooks : 0), trace_(threads) {
-    if (const char *knob = getenv("HFREDUCE_LOOKS")) looks_ = atoi(knob);
-    if (const char *knob = getenv("HFREDUCE_STORE")) hands_on_ = *knob != '1', hands_on_sources_ = *knob == '3';
     chunks_.resize(static_cast<size_t>(segment_.shape().slots));
     submitted_.value.store(kFirst);
     finished_.value.store(kFirst);
@@ -332,17 +330,13 @@ class CudaPath {
       for (int r = 0; r < world_; ++r)
         sources[static_cast<size_t>(r)] = segment_.slot(0, r, number) + i * item;
       char *const target = segment_.slot(0, 0, number) + i * item;
-      if (hands_on_) {
-        function(sources.data(), world_, target, nullptr, static_cast<size_t>(elements));
-        hand_on(target, size);
-        if (hands_on_sources_)
-          for (int r = 1; r < world_; ++r) hand_on(sources[static_cast<size_t>(r)], size);
-      } else {
-        function(sources.data(), world_, sums, nullptr, static_cast<size_t>(elements));
-        copy_past_caches(target, sums, size);
-      }
+      char *const out = leave_ == Leave::kMemory ? sums : target;
+      function(sources.data(), world_, out, nullptr, static_cast<size_t>(elements));
+      if (leave_ == Leave::kMemory) copy_past_caches(target, sums, size);
+      if (leave_ == Leave::kShared)  // what others' copies are to overwrite, too
+        for (const void *source : sources) hand_on(source, size);
     }
-    if (!hands_on_) settle();
+    settle();
     trace_.note(Stage::kAdded, number, thread);
   }
 
@@ -402,8 +396,8 @@ class CudaPath {
   const int64_t chunk_bytes_;
   const int process_ = getpid();
   GpuStreams streams_;
-  int looks_;
-  bool hands_on_ = can_hand_on(), hands_on_sources_ = true;
+  const int looks_;
+  const Leave leave_ = where_to_leave();
   Trace trace_;
   Busy busy_;
   // The server's: up to which chunk each step has come.

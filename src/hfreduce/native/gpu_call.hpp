@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 
 #include "reduce.hpp"
 
@@ -30,8 +29,7 @@ class Cut {
     const int64_t full = std::min(std::max(count_ * item / kChunks, kLeastBytes), most_bytes);
     unit_ = (full + 4 * kPageBytes - 1) / (4 * kPageBytes) * kPageBytes / item;
     if (4 * unit_ * item > most_bytes) unit_ = most_bytes / item / 4 / kAligned * kAligned;
-    const char *knob = getenv("HFREDUCE_RAMP");
-    ramped_ = count_ >= 12 * unit_ && (!knob || *knob != '0');
+    ramped_ = count_ >= 12 * unit_;
     inner_ = ramped_ ? aligned(count_ - 3 * unit_) : count_;
     const int64_t before = ramped_ ? 3 * unit_ : 0;
     middle_ = std::max<int64_t>(1, (inner_ - before + 4 * unit_ - 1) / (4 * unit_));

@@ -16,7 +16,6 @@
 // events. That is correct everywhere and slower.
 #pragma once
 
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -191,7 +190,7 @@ class GpuStreams {
   // In one call of the driver where it has one for both.
   void write_and_wait(CUstream stream, size_t written, uint32_t value, size_t awaited,
                       uint32_t least) const {
-    if (!driver_.stream_operations || !batch_) {
+    if (!driver_.stream_operations) {
       write_to(stream, written, value);
       wait_on(stream, awaited, least);
       return;
@@ -241,7 +240,6 @@ class GpuStreams {
   const int64_t chunk_bytes_;
   CUcontext context_ = nullptr;
   bool registered_ = false, by_words_ = false;
-  bool batch_ = !getenv("HFREDUCE_BATCH") || *getenv("HFREDUCE_BATCH") != '0';
   Words *words_ = nullptr;  // of this process alone
   CUdeviceptr words_on_device_ = 0;
   CUstream out_ = nullptr, back_ = nullptr;

@@ -7,7 +7,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #if defined(__SSE2__)
 #include <cpuid.h>
@@ -15,6 +18,10 @@
 #endif
 
 namespace hfreduce {
+
+// Where sums are left for the GPU: in the cache that all cores share, in memory, or wherever the
+// processor leaves what a core stores.
+enum class Leave { kShared, kMemory, kCore };
 
 // Whether the processor can be asked to hand lines on to the shared cache (Intel, from 2023 on).
 inline bool can_hand_on() {
@@ -24,6 +31,17 @@ inline bool can_hand_on() {
 #else
   return false;
 #endif
+}
+
+// Returns the best place on this processor, or the one that HFREDUCE_CACHES names.
+inline Leave where_to_leave() {
+  const char *named = std::getenv("HFREDUCE_CACHES");
+  if (!named || !*named) return can_hand_on() ? Leave::kShared : Leave::kMemory;
+  const std::string name = named;
+  if (name == "shared") return Leave::kShared;
+  if (name == "memory") return Leave::kMemory;
+  if (name == "core") return Leave::kCore;
+  throw std::runtime_error("HFREDUCE_CACHES=" + name + " is not known: use shared, memory or core");
 }
 
 // Asks for lines to be handed on; a hint that processors without it ignore.
