@@ -139,6 +139,7 @@ def summary(row: dict[str, Any]) -> str:
 )
 @click.option("--way", "ways", type=click.Choice(list(allreduce_cuda.WAYS)), multiple=True)
 @click.option("--part", "parts", type=click.Choice(allreduce_cuda.PARTS), multiple=True)
+@click.option("--commit", help="Recorded as the commit.  [default: the checked-out one]")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -153,6 +154,7 @@ def main(
     budget: float,
     ways: tuple[str, ...],
     parts: tuple[str, ...],
+    commit: str | None,
     out: Path | None,
 ) -> None:
     """Measure all-reduces of CPU tensors, or of GPUs' (benchmarks/allreduce_cuda.py).
@@ -160,9 +162,9 @@ def main(
     --way and --part, with cuda, measure only these.
     """
     if device == "cuda":
-        on_gpus(counts, rounds or 5, budget, ways, parts, out)
+        on_gpus(counts, rounds or 5, budget, ways, parts, commit, out)
     else:
-        on_cpu(counts or (2, 4), dtypes, most, rounds or 9, out)
+        on_cpu(counts or (2, 4), dtypes, most, rounds or 9, commit, out)
 
 
 def on_gpus(
@@ -171,6 +173,7 @@ def on_gpus(
     budget: float,
     ways: tuple[str, ...],
     parts: tuple[str, ...],
+    commit: str | None,
     out: Path | None,
 ) -> None:
     """Measure one rank, then each number of ranks, on the GPUs there are."""
@@ -187,7 +190,7 @@ def on_gpus(
         "operator": "allreduce",
         "machine": machine.describe(gpu) | {"gpus": count},
         "versions": machine.versions(gpu) | {"nccl": _nccl_version()},
-        "commit": machine.commit(),
+        "commit": commit or machine.commit(),
         "date": machine.now(),
         "command": f"python benchmarks/allreduce.py --device cuda{options} --budget {budget:g}",
         "peer_access": count > 1
@@ -214,7 +217,12 @@ def _nccl_version() -> str:
 
 
 def on_cpu(
-    counts: tuple[int, ...], dtypes: tuple[str, ...], most: float, rounds: int, out: Path | None
+    counts: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    most: float,
+    rounds: int,
+    commit: str | None,
+    out: Path | None,
 ) -> None:
     """Measure CPU tensors of all sizes and types for each number of ranks."""
     cpu = torch.device("cpu")
@@ -225,7 +233,7 @@ def on_cpu(
         "operator": "allreduce",
         "machine": machine.describe(cpu),
         "versions": machine.versions(cpu),
-        "commit": machine.commit(),
+        "commit": commit or machine.commit(),
         "date": machine.now(),
         "command": command if not dtypes and counts == (2, 4) and most == 256 else "a part",
         "complete": not dtypes and counts == (2, 4) and most == 256,

@@ -39,29 +39,33 @@ FEWER = [64 * KIB, MIB, 16 * MIB]
 # hfreduce's settings that are tried, those that it comes with first.
 CHOICES = [
     {"threads": threads, "chunk_bytes": chunk * MIB, "slots": slots}
-    for threads, chunk, slots in (
-        (4, 4, 12),
-        (6, 4, 12),
-        (8, 4, 12),
-        (4, 2, 24),
-        (4, 8, 6),
-        (6, 8, 8),
-    )
+    for threads, chunk, slots in ((6, 8, 8), (4, 8, 8), (8, 8, 8), (6, 4, 16), (6, 2, 24))
 ]
 TUNED = [25 * MIB, 186 * MIB]
 TUNE_SECONDS = 20.0
 CHUNKS = [MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB]
 MODELS = ["BERT-large", "VGG16"]
-PARTS = ["alone", "large", "product", "steps", "costs", "small", "killed"]
+PARTS = ["alone", "settings", "large", "product", "steps", "costs", "small", "killed"]
 P2P_OFF = {"NCCL_P2P_DISABLE": "1"}
+# A thread of NCCL's calls CUDA while the others' kernels wait for it: a context of its own keeps it
+# from being held up by theirs (github.com/NVIDIA/nccl/issues/803).
+COPY_ENGINES = {
+    "NCCL_SHM_USE_CUDA_MEMCPY": "1",
+    "NCCL_CREATE_THREAD_CONTEXT": "1",
+    "NCCL_DEBUG": "INFO",  # to a file: why it does not answer, where it does not
+    "NCCL_DEBUG_SUBSYS": "INIT,ENV,P2P,SHM,PROXY",
+}
 WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "hfreduce": ("hfreduce", {}),
     "NCCL": ("nccl", {}),
     "NCCL, P2P off": ("nccl", P2P_OFF),
-    "NCCL, P2P off, copy engines": ("nccl", P2P_OFF | {"NCCL_SHM_USE_CUDA_MEMCPY": "1"}),
+    "NCCL, P2P off, copy engines": ("nccl", P2P_OFF | COPY_ENGINES),
     "gloo": ("gloo", {}),
 }
 LONGEST = 45.0  # seconds for one question: a process that takes longer hangs
+SHORTER = {"NCCL, P2P off, copy engines": 15.0}
+# gloo takes a second for a GiB: its rate is seen from fewer sizes.
+GLOO_SIZES = [64 * KIB, MIB, 25 * MIB, 186 * MIB]
 
 
 class LostError(Exception):
@@ -78,8 +82,10 @@ class Crew:
     """
 
     def __init__(self, name: str, ranks: int, work: Path) -> None:
-        self.name = name
+        self.name, self._work = name, work
         backend, environment = WAYS[name]
+        if "NCCL_DEBUG" in environment:
+            environment = environment | {"NCCL_DEBUG_FILE": f"{work}/nccl.%p"}
         context: Any = multiprocessing.get_context("spawn")
         self._pipes, self.processes = [], []
         with _environment(environment):
@@ -93,14 +99,14 @@ class Crew:
                 self._pipes.append(mine)
                 self.processes.append(process)
 
-    def ask(self, question: str, *arguments: Any, longest: float = LONGEST) -> list[Any]:
+    def ask(self, question: str, *arguments: Any) -> list[Any]:
         """Return what each rank answers.
 
         Raises:
             LostError: One does not.
         """
         self.start(question, *arguments)
-        return self.finish(longest)
+        return self.finish(SHORTER.get(self.name, LONGEST))
 
     def start(self, question: str, *arguments: Any) -> None:
         """Ask, and do not wait for answers."""
@@ -124,6 +130,15 @@ class Crew:
                 raise LostError(f"{self.name}: rank {rank}: {problem}")
             answers.append(answer)
         return answers
+
+    def said(self) -> list[str]:
+        """Return what NCCL noted on the way it takes, without process numbers."""
+        lines: dict[str, None] = {}
+        for path in sorted(self._work.glob("nccl.*")):
+            for line in path.read_text(errors="replace").splitlines():
+                if "WARN" in line or "SHM" in line or "MEMCPY" in line:
+                    lines.setdefault(line.split("NCCL ", 1)[-1][:200])
+        return list(lines)[:12]
 
     def end(self) -> None:
         """Let the processes end, or end them."""
@@ -168,24 +183,28 @@ class Run:
         click.echo(str(error), err=True)
         self.failed[name] = str(error)[:500]
         crew = self.crews.pop(name)
+        if said := crew.said():
+            self.result.setdefault("said", {})[name] = said
         for process in crew.processes:
             process.kill()
 
-    def each(self, question: str, *arguments: Any) -> dict[str, list[Any]]:
-        """Ask each way in turn once; return what its ranks answered."""
+    def each(self, question: str, *arguments: Any, but: str = "") -> dict[str, list[Any]]:
+        """Ask each way in turn once, but one; return what its ranks answered."""
         answers = {}
-        for name in list(self.crews):
+        for name in [name for name in self.crews if name != but]:
             try:
                 answers[name] = self.crews[name].ask(question, *arguments)
             except LostError as error:
                 self.lose(name, error)
         return answers
 
-    def rounds_of(self, question: str, *arguments: Any) -> dict[str, list[list[Any]]]:
-        """Ask each way in turn, round after round, another one first each time."""
-        found: dict[str, list[list[Any]]] = {name: [] for name in self.crews}
-        for turn in range(self.rounds):
-            names = list(self.crews)
+    def rounds_of(
+        self, question: str, *arguments: Any, but: str = "", rounds: int = 0
+    ) -> dict[str, list[list[Any]]]:
+        """Ask each way but one in turn, round after round, another one first each time."""
+        found: dict[str, list[list[Any]]] = {name: [] for name in self.crews if name != but}
+        for turn in range(rounds or self.rounds):
+            names = [name for name in self.crews if name != but]
             first = turn % max(1, len(names))
             for name in names[first:] + names[:first]:
                 try:
@@ -241,21 +260,23 @@ def measure(
             for crew in run.crews.values():
                 crew.end()
     whole = not ways and tuple(parts) == tuple(PARTS)
-    result["complete"] = bool(result["complete"] and whole and not run.failed)
+    unexpected = set(run.failed) - set(SHORTER)  # which may well not answer
+    result["complete"] = bool(result["complete"] and whole and not unexpected)
     save(result)
 
 
 def several(run: Run, ranks: int, own: bool, parts: Sequence[str]) -> None:
     """Measure several ranks, the most wanted first."""
     place = {"ranks": ranks, "own_gpu": own}
-    if "hfreduce" in run.crews:
+    if "settings" in parts and "hfreduce" in run.crews:
         run.result["settings"] = _tune(run, run.crews["hfreduce"])
         run.note(place | {"case": "settings"} | run.result["settings"])
     if "large" in parts:
         for dtype in ("fp32", "bf16"):
             _bandwidths(run, dtype, LARGE, place)
+        _bandwidths(run, "fp32", [MIB, 25 * MIB], place, alone=True)
     if "product" in parts and run.has(8):
-        beside = run.rounds_of("product")
+        beside = run.rounds_of("product", rounds=2)
         run.note(place | {"case": "8192³ bf16 product beside all-reduces of 1 GiB"} | _slow(beside))
     if own and "steps" in parts:
         for model in MODELS:
@@ -310,7 +331,7 @@ def _one(run: Run, one: Crew) -> None:
                 {"case": "1 GiB to the host and back, one rank", "chunk_bytes": chunk}
                 | {"ms": _ms(times), "gib_per_s": round(rate, 2)}
             )
-        beside = {"hfreduce": [one.ask("product") for _ in range(run.rounds)]}
+        beside = {"hfreduce": [one.ask("product") for _ in range(2)]}
         run.note({"case": "8192³ bf16 product beside 1 GiB, one rank"} | _slow(beside))
         for model in MODELS[:1]:
             one.ask("hook", model, 2)  # builds the three, and warms up
@@ -328,31 +349,42 @@ def _one(run: Run, one: Crew) -> None:
         one.end()
 
 
-def _bandwidths(run: Run, dtype: str, sizes: list[int], place: dict[str, Any]) -> None:
+def _bandwidths(
+    run: Run, dtype: str, sizes: list[int], place: dict[str, Any], alone: bool = False
+) -> None:
+    """Measure calls in a row, as NCCL's own tests do; or each by itself, from a standing start."""
     for size in sizes:
         if not run.has(2 + 2 * size / (256 * MIB)):
             return
-        run.each("check", dtype, size)
+        but = "" if size in GLOO_SIZES else "gloo"
+        run.each("check", dtype, size, but=but)
         rows = []
-        calls = max(1, min(50, 32 * MIB // size))
-        found = run.rounds_of("bandwidth", dtype, size, calls)
+        calls = 1 if alone else max(1, min(50, 512 * MIB // size))
+        found = run.rounds_of("bandwidth", dtype, size, calls, but=but)
         for name, answers in found.items():
             times = [max(answer) for answer in answers]
             middle = statistics.median(times)
             rows.append({"name": name, "ms": _ms(times), "gib_per_s": _rate(size / middle)})
         run.note(
-            place | {"case": "all-reduce", "dtype": dtype, "bytes": size, "calls": calls}
-            | {"rows": rows}
-        )  # fmt: skip
+            place
+            | {"case": "all-reduce by itself" if alone else "all-reduce"}
+            | {"dtype": dtype, "bytes": size, "calls": calls, "rows": rows}
+        )
 
 
 def _steps(run: Run, model: str, place: dict[str, Any]) -> None:
     if not run.has(25):
         return
     run.each("build", model)
-    run.each("step", 2, True)
-    found = run.rounds_of("step", 3, True)
-    alone = run.each("step", 3, False)
+    run.each("step", 2, True, but="gloo")
+    found = run.rounds_of("step", 3, True, but="gloo")
+    alone = run.each("step", 3, False, but="gloo")
+    if (gloo := run.crews.get("gloo")) is not None:  # ten times as slow: two steps say enough
+        try:
+            found["gloo"] = [gloo.ask("step", 1, True) for _ in range(2)]
+            alone["gloo"] = gloo.ask("step", 1, False)
+        except LostError as error:
+            run.lose("gloo", error)
     run.each("drop")
     rows = [
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from hfai.models import bert_large_MLM
 MIB = 1 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCT = 8192
+REST = 0.04  # seconds
 _VGG16 = [64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0]
 
 
@@ -79,7 +81,7 @@ class Rank:
         before = path.busy
         for _ in range(10):
             path.all_reduce(tensor, "sum").wait()
-        torch.cuda.synchronize()
+        self._settle()
         time.sleep(0.05)  # the host may be behind
         whole, *parts = (b - a for a, b in zip(before, path.busy, strict=True))
         names = ("copies out", "sums", "copies back")
@@ -101,20 +103,26 @@ class Rank:
         start = time.perf_counter()
         for _ in range(calls):
             self.reduce(tensor).wait()
-        torch.cuda.synchronize()
+        self._settle()
         return (time.perf_counter() - start) / calls
 
-    def product(self) -> dict[str, Any]:
-        """Return a product's milliseconds alone and beside all-reduces of 1 GiB."""
+    def product(self, turns: int = 4) -> dict[str, Any]:
+        """Return a product's milliseconds alone and beside all-reduces of 1 GiB, medians of turns.
+
+        A GPU that multiplies all the time reaches its limit of power and slows down: so before each
+        turn of either kind it rests for the same time.
+        """
         a = torch.randn(PRODUCT, PRODUCT, device=self.gpu, dtype=torch.bfloat16)
         tensor = torch.zeros(256 * MIB, device=self.gpu)
-
-        works: list[Any] = []
         outlasted = True
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
         def products(count: int, calls: int = 0) -> float:
             nonlocal outlasted
+            self._settle()
+            self._meet()
+            time.sleep(REST)
+            self._meet()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(count):
@@ -122,32 +130,34 @@ class Rank:
             end.record()
             # After the products, whose launches take some 10 µs each: to enqueue takes longer.
             with torch.cuda.stream(side):
-                works.extend(self.reduce(tensor) for _ in range(calls))
-            end.synchronize()
-            outlasted = not works or not self._is_done(works[-1])
+                works = [self.reduce(tensor) for _ in range(calls)]
+            self._settle(end)
+            outlasted = outlasted and (not works or not self._is_done(works[-1]))
+            for work in works:
+                work.wait()
             return float(start.elapsed_time(end)) / count
 
-        products(5)
         self.reduce(tensor).wait()
-        alone = products(10)
+        products(5)
+        self._settle()
         self._meet()
         begun = time.perf_counter()
         self.reduce(tensor).wait()
-        torch.cuda.synchronize()
-        one = (time.perf_counter() - begun) * 1e3
-        times = torch.tensor([one, alone])
+        self._settle()
+        times = torch.tensor([(time.perf_counter() - begun) * 1e3, products(5)])
         dist.all_reduce(times, dist.ReduceOp.MAX)
         one, longest = times.tolist()
         # Enough all-reduces that they outlast a few products.
         calls = max(1, round(12 * longest / one))
-        count = max(2, int(0.75 * calls * one / longest))
-        again = products(count)
-        self._meet()
-        beside = products(count, calls)
-        for work in works:
-            work.wait()
-        torch.cuda.synchronize()
-        return {"alone": min(alone, again), "beside": beside, "outlasted": outlasted}
+        count = max(2, int(0.7 * calls * one / longest))
+        alone, beside = [], []
+        for turn in range(2 * turns):
+            if turn % 4 in (0, 3):
+                alone.append(products(count))
+            else:
+                beside.append(products(count, calls))
+        middle = statistics.median
+        return {"alone": middle(alone), "beside": middle(beside), "outlasted": outlasted}
 
     def cores(self) -> float:
         """Return how many cores this process keeps busy while all-reduces run."""
@@ -156,7 +166,7 @@ class Rank:
         cpu, start = time.process_time(), time.perf_counter()
         for _ in range(40 if self.backend != "gloo" else 8):
             self.reduce(tensor).wait()
-        torch.cuda.synchronize()
+        self._settle()
         return round((time.process_time() - cpu) / (time.perf_counter() - start), 2)
 
     def kernels(self) -> int:
@@ -166,7 +176,7 @@ class Rank:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             self.reduce(tensor).wait()
-            torch.cuda.synchronize()
+            self._settle()
         events: Any = profile.events()
         on_gpu = [e.name for e in events if e.device_type == torch._C._autograd.DeviceType.CUDA]
         return sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)
@@ -191,7 +201,7 @@ class Rank:
         with contextlib.nullcontext() if sync else self._model.no_sync():
             for _ in range(count):
                 self._train()
-        torch.cuda.synchronize()
+        self._settle()
         return (time.perf_counter() - start) / count
 
     def drop(self) -> None:
@@ -206,10 +216,10 @@ class Rank:
         tensor = torch.zeros(256 * MIB, device=self.gpu)
         path = self._of_chunk[chunk].gpu(self.gpu, chunk_bytes=chunk)
         path.all_reduce(tensor[: chunk // 2], "sum").wait()
-        torch.cuda.synchronize()
+        self._settle()
         start = time.perf_counter()
         path.all_reduce(tensor, "sum").wait()
-        torch.cuda.synchronize()
+        self._settle()
         return time.perf_counter() - start
 
     def hook(self, name: str, count: int) -> dict[str, float]:
@@ -228,11 +238,11 @@ class Rank:
                 self._hooked[kind] = wrapped, _training(wrapped, run)
         found = {}
         for kind, (_, train) in self._hooked.items():
-            torch.cuda.synchronize()
+            self._settle()
             start = time.perf_counter()
             for _ in range(count):
                 train()
-            torch.cuda.synchronize()
+            self._settle()
             found[kind] = round((time.perf_counter() - start) / count * 1e3, 3)
         return found
 
@@ -250,7 +260,7 @@ class Rank:
                     noted.write_text(str(time.monotonic()))
                     os._exit(9)
                 self.reduce(tensor).wait()
-                torch.cuda.synchronize()
+                self._settle()
         except hfreduce.PeerError:
             raised = time.monotonic()
             torch.cuda.synchronize()  # the streams are let go
@@ -261,8 +271,20 @@ class Rank:
         assert self.reducer is not None
         return self.reducer.gpu(self.gpu, **self.settings)
 
+    def _settle(self, event: Any = None) -> None:
+        """Wait until the GPU has come to an event, or has done all of the current stream's work.
+
+        By looking: with NCCL's copy engines a thread of NCCL's calls CUDA meanwhile, which a
+        synchronisation of the whole device would hold up for ever.
+        """
+        if event is None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        while not event.query():
+            pass
+
     def _meet(self) -> None:
-        torch.cuda.synchronize()
+        self._settle()
         if self.reducer is not None:
             self.reducer.barrier()
         else:

@@ -80,12 +80,17 @@ def _rest(cases: Sequence[Case]) -> Iterator[str]:
             yield f"- {case['case'].capitalize()}: noticed in {case['seconds_until_raised']:.2f} s."
         elif "rows" in case and case["case"] != "all-reduce":
             shown = "; ".join(f"{row['name']} {_cell(row)}" for row in case["rows"])
-            yield f"- {case['case'][0].upper()}{case['case'][1:]}: {shown}."
+            what = f"{case['case'][0].upper()}{case['case'][1:]}"
+            if "bytes" in case:
+                what += f", {case['dtype']}, {size(case['bytes'])}"
+            yield f"- {what}: {shown}."
 
 
 def _cell(row: Case) -> str:
     if "slowed_percent" in row:
         return f"slows it by {row['slowed_percent']:.1f} %"
+    if "gib_per_s" in row:
+        return f"{row['gib_per_s']:.1f} GiB/s"
     if "ms_without_averaging" in row:
         alone = row["ms_without_averaging"]
         return f"{statistics.median(row['ms']):.1f} ms (without averaging {alone:.1f})"

@@ -22,8 +22,12 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn import parallel
 
+from haiscale import peers
 from hfreduce import HookState, UnavailableError, average
+from hfreduce.arguments import seconds
+from hfreduce.exchange import through_group, timeout_of
 from hfreduce.hook import WIRES
+from hfreduce.reducer import DEFAULT_TIMEOUT
 
 BACKENDS = ("auto", "hfreduce", "torch")
 _log = logging.getLogger(__name__)
@@ -40,7 +44,9 @@ class DistributedDataParallel(_Base):
         *arguments: As for torch's class.
         backend: "hfreduce", which between machines takes models on the CPU (those on GPUs go by
             the process group, and `path` says so); "torch": the process group's own all-reduce;
-            "auto": hfreduce for a model on the CPU whose ranks are on one machine, else "torch".
+            "auto": hfreduce where the ranks are on one machine and the model is on the CPU, or on
+            GPUs of which none reaches another's memory (no NVLink, no PCIe peer to peer, or
+            NCCL_P2P_DISABLE=1 for all ranks); else "torch".
         network: "tcp", "gloo", "mpi" or "nccl", between machines for backend="hfreduce": see
             `hfreduce.HierarchicalReducer`.
         wire: torch.bfloat16 or torch.float16: what float32 gradients are sent as; they are added in
@@ -115,6 +121,12 @@ class DistributedDataParallel(_Base):
 
     def _make_state(self) -> None:
         """Have all ranks make what the hook needs, or learn why it cannot be."""
+        if self._device_type() == "cuda" and self._backend == "auto":
+            group = self.process_group
+            meeting = through_group(group, seconds(timeout_of(group) or DEFAULT_TIMEOUT))
+            if why := peers.why_direct(meeting, self._device()):
+                self._why = why
+                return
         try:
             # Between machines it has not been measured against NCCL: for who asks for it.
             network = self._network if self._backend == "hfreduce" else None
@@ -151,14 +163,16 @@ class DistributedDataParallel(_Base):
         kind = self._device_type()
         if kind not in ("cpu", "cuda"):
             return f"the model is on a {kind} device"
-        if kind == "cuda" and self._backend != "hfreduce":
-            return "the model is on a GPU, where hfreduce is for who asks for it"
         if dist.get_world_size(self.process_group) == 1:
             return "there is one rank"
         return ""
 
+    def _device(self) -> torch.device:
+        cpu = torch.device("cpu")
+        return next((p.device for p in self.module.parameters() if p.requires_grad), cpu)
+
     def _device_type(self) -> str:
-        return next((p.device.type for p in self.module.parameters() if p.requires_grad), "cpu")
+        return self._device().type
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()

@@ -39,6 +39,8 @@ CHUNK_BYTES = 8 << 20
 SLOTS = 8
 MOST_THREADS = 6
 _WRAP = 1 << 32
+# What a chunk passes, in order; the engine's numbers (native/trace.hpp).
+STAGES = ("allowed", "arrived", "gathered", "adding", "added", "combined", "gone", "returned")
 
 
 class CudaHandle:
@@ -147,6 +149,16 @@ class CudaReducer:
         """
         return self._path.busy
 
+    def trace(self) -> list[tuple[int, str, int, int]]:
+        """Return when each chunk passed each stage since the last time, where that is noted.
+
+        It is where the environment has HFREDUCE_TRACE=1 when the group is made. Between calls.
+
+        Returns:
+            (nanoseconds of the monotonic clock, one of `STAGES`, chunk, thread that adds or -1).
+        """
+        return [(at, STAGES[stage], chunk, lane) for at, stage, chunk, lane in self._path.trace()]
+
     def all_reduce(self, tensor: Tensor, op: object) -> CudaHandle:
         """Reduce a contiguous tensor in place, after what the current stream does before.
 
@@ -172,12 +184,14 @@ class CudaReducer:
             self._after_overlapping(pointer, pointer + tensor.nbytes)
             # Announced before it is enqueued: the GPU's queues may be shorter than the call.
             self._path.submit(pointer, count, dtype, number, first)
-            future = self._worker.submit(lambda: self._end(tensor, end))
             done = None
-            if self._path.flags:
-                self._path.enqueue(pointer, count, dtype, number, first)
-                done = event()
-                done.record(self._back)
+            try:
+                if self._path.flags:
+                    self._path.enqueue(pointer, count, dtype, number, first)
+                    done = event()
+                    done.record(self._back)
+            finally:  # afterwards, since its thread takes the GIL for a while
+                future = self._worker.submit(lambda: self._end(tensor, end))
             self._pending.append((pointer, pointer + tensor.nbytes, future, done))
         return CudaHandle(future, done, self._back)
 

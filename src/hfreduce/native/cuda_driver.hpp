@@ -26,6 +26,17 @@ constexpr CUresult kCudaSuccess = 0, kCudaNotReady = 600;
 constexpr unsigned kHostRegisterPortable = 1, kHostRegisterDeviceMap = 2;
 constexpr unsigned kStreamNonBlocking = 1, kEventDisableTiming = 2;
 constexpr unsigned kWaitGreaterOrEqual = 0, kWriteDefault = 0;
+// One operation of cuStreamBatchMemOp, for 32-bit values.
+struct StreamOperation {
+  uint32_t kind, unused = 0;
+  CUdeviceptr address;
+  uint64_t value;
+  uint32_t flags = 0, unused_too = 0;
+  CUdeviceptr alias = 0;
+  uint64_t more = 0;
+};
+static_assert(sizeof(StreamOperation) == 48, "six words of 64 bits, by the driver's ABI");
+constexpr uint32_t kWaitValue32 = 1, kWriteValue32 = 2;
 // CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS_V1 speaks of the interface before CUDA 12, which an
 // administrator had to switch on; the functions ending in _v2 need no switch where they are.
 
@@ -52,6 +63,7 @@ class CudaDriver {
   // Null where the driver is older than CUDA 11.7.
   CUresult (*stream_write)(CUstream, CUdeviceptr, uint32_t, unsigned);
   CUresult (*stream_wait)(CUstream, CUdeviceptr, uint32_t, unsigned);
+  CUresult (*stream_operations)(CUstream, unsigned, StreamOperation *, unsigned);
 
   static const CudaDriver &get() {
     static const CudaDriver driver;
@@ -90,6 +102,7 @@ class CudaDriver {
     find(library, "cuGetErrorString", error_string);
     find(library, "cuStreamWriteValue32_v2", stream_write, true);
     find(library, "cuStreamWaitValue32_v2", stream_wait, true);
+    find(library, "cuStreamBatchMemOp_v2", stream_operations, true);
     CUresult (*initialise)(unsigned);
     find(library, "cuInit", initialise);
     check(initialise(0), "cuInit");

@@ -1,35 +1,17 @@
 // All-reduces of tensors on a GPU: copy engines move, this process's threads add.
 //
-// Two streams: `out` copies a chunk of the tensor into this rank's slot and says so by writing a word,
-// `back` waits for a word, copies the sum from slot 0 into the tensor and writes another. All chunks
-// are enqueued in one call, and a thread of the host, the server, sees them through: of all calls, as
-// one row of chunks, so that a call's first chunks go out while the one before is still on its way
-// back. The GPU reads and writes words of this process alone:
+// All copies of a call are enqueued at once on two streams (gpu_streams.hpp), and a thread of the
+// host, the server, sees them through: of all calls, as one row of chunks (gpu_call.hpp), so that a
+// call's first chunks go out while the one before is still on its way back.
 //
-//   allow    the host says: slots are free up to this chunk       (`out` waits for it)
-//   arrived  `out` says: copied up to this chunk
-//   go       the host says: the sums up to this chunk are whole   (`back` waits for it)
-//   returned `back` says: copied up to this chunk
-//
-// and the host relays them to the counters that ranks share. So whatever another rank does, this one can
-// let its own streams go: when a rank dies, `allow` and `go` jump to the end of all calls, the streams
-// run dry with whatever lies in the slots, and the calls have failed.
-//
-// For each chunk `out` is enqueued before `back`, and a wait of either depends only on what was
-// enqueued before it, here and on other ranks in the same order. So nothing blocks for ever even
-// where the driver maps both streams, or others, to one hardware queue.
-//
-// A call goes in as many chunks as keep both directions and the adders busy: about eight, of at least
-// half a MiB and at most a slot. Measured on H200s, a chunk costs 9 µs beside its bytes with one rank
-// and about 100 with two, which is not understood yet; sixteen chunks of 25 MiB were slower than eight.
-//
-// Where the driver has no such words, the host enqueues each copy when its turn has come, and asks
-// events. That is correct everywhere and slower.
+// The GPU reads and writes words of this process alone, and the server relays them to the counters
+// that ranks share. So whatever another rank does, this one can let its own streams go: when a rank
+// dies, `allow` and `go` jump to the end of all calls, the streams run dry with whatever lies in the
+// slots, and the calls have failed.
 #pragma once
 
 #include <sys/prctl.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -39,8 +21,11 @@
 #include <vector>
 
 #include "adders.hpp"
-#include "cuda_driver.hpp"
+#include "gpu_streams.hpp"
 #include "group.hpp"
+#include "idle.hpp"
+#include "past_caches.hpp"
+#include "trace.hpp"
 
 namespace hfreduce {
 
@@ -51,111 +36,63 @@ struct Busy {
 
 class CudaPath {
  public:
-  struct Words {
-    Word allow, arrived, go, returned;
-  };
-
-  struct Call {
-    CUdeviceptr tensor = 0;
-    int64_t count = 0;
-    Dtype dtype = Dtype::kFloat32;
-    Op op = Op::kSum;
-    uint32_t first = kFirst;  // the call's first chunk
-  };
   static constexpr uint32_t kFirst = 1;  // the group's first meeting was chunk 0
 
   CudaPath(Group &group, int device, bool flags, int threads)
-      : group_(group), segment_(group.segment()), driver_(CudaDriver::get()), device_(device),
-        rank_(group.rank()), world_(segment_.shape().world),
-        chunk_bytes_(static_cast<int64_t>(segment_.shape().slot_bytes)) {
-    driver_.check(driver_.context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
-    InContext current(context_);
+      : group_(group), segment_(group.segment()), rank_(group.rank()),
+        world_(segment_.shape().world),
+        chunk_bytes_(static_cast<int64_t>(segment_.shape().slot_bytes)),
+        streams_(segment_, rank_, device, flags),
+        looks_(group.waiter().pauses > 0 ? kLooks : 0), trace_(threads) {
+    chunks_.resize(static_cast<size_t>(segment_.shape().slots));
+    submitted_.value.store(kFirst);
+    finished_.value.store(kFirst);
+    if (world_ > 1 && threads > 1)
+      adders_ = std::make_unique<Adders>(
+          threads, kFirst, segment_.shape().slots, looks_,
+          [this](int thread, uint32_t chunk, int piece) { combine(thread, at(chunk), chunk, piece); });
+    sigset_t all, before;  // signals go to Python's main thread
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      driver_.check(driver_.mem_host_register(segment_.base(), segment_.shape().bytes(),
-                                              kHostRegisterPortable | kHostRegisterDeviceMap),
-                    "cuMemHostRegister of the group's memory");
-      registered_ = true;
-      void *words = nullptr;
-      driver_.check(driver_.mem_host_alloc(&words, sizeof(Words),
-                                           kHostRegisterPortable | kHostRegisterDeviceMap),
-                    "cuMemHostAlloc");
-      std::memset(words, 0, sizeof(Words));
-      words_ = static_cast<Words *>(words);
-      driver_.check(driver_.mem_host_get_device_pointer(&words_on_device_, words, 0),
-                    "cuMemHostGetDevicePointer");
-      out_ = Streams::take(context_);
-      back_ = Streams::take(context_);
-      flags_ = flags && driver_.stream_write && driver_.stream_wait && flags_work();
-      const int events = flags_ ? 0 : 2 * segment_.shape().slots;
-      for (int i = 0; i < events; ++i) {
-        events_.push_back(nullptr);
-        driver_.check(driver_.event_create(&events_.back(), kEventDisableTiming), "cuEventCreate");
-      }
-      lanes_ = world_ > 1 ? std::max(1, threads) : 1;
-      looks_ = group.waiter().pauses > 0 ? kLooks : 0;
-      if (lanes_ > 1)
-        adders_ = std::make_unique<Adders>(
-            lanes_, kFirst, looks_, [this](int lane, uint32_t chunk) { combine(chunk, lane); });
-      chunks_.resize(static_cast<size_t>(segment_.shape().slots));
-      submitted_.value.store(kFirst);
-      finished_.value.store(kFirst);
-      sigset_t all, before;  // signals go to Python's main thread
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-      try {
-        server_ = std::make_unique<std::thread>([this] { serve(); });
-      } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        throw;
-      }
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      server_ = std::make_unique<std::thread>([this] { serve(); });
     } catch (...) {
-      adders_.reset();
-      release();
-      driver_.context_release(device_);
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
       throw;
     }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   CudaPath(const CudaPath &) = delete;
   ~CudaPath() { close(); }
 
-  bool flags() const { return flags_; }
+  bool flags() const { return streams_.by_words(); }
   Busy busy() const { return busy_; }  // between calls
-  CUstream out() const { return out_; }
-  CUstream back() const { return back_; }
+  std::vector<Trace::Note> trace() { return trace_.take(); }
+  CUstream out() const { return streams_.out(); }
+  CUstream back() const { return streams_.back(); }
 
-  int64_t chunks_of(const Call &call) const {
-    return std::max<int64_t>(1, (call.count + each(call) - 1) / each(call));
-  }
+  int64_t chunks_of(const GpuCall &call) const { return Cut(call, chunk_bytes_).chunks(); }
 
   // Announces a call, which the server goes on with when its turn has come. Calls are announced and
   // enqueued in one order, the same on all ranks.
-  void submit(const Call &call) {
-    if (!context_) throw std::runtime_error("the group is closed");
+  void submit(const GpuCall &call) {
+    check_open();
     const uint32_t end = call.first + static_cast<uint32_t>(chunks_of(call));
-    std::lock_guard<std::mutex> lock(mutex_);
-    calls_.push_back({call, stamp_of(call), end});
-    advance(submitted_, end);
-    if (failed_) run_dry();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      calls_.push_back({call, stamp_of(call), end});
+      advance(submitted_, end);
+      if (failed_) streams_.let_go(end);
+    }
+    // To wake takes them as long as the first copy out.
+    if (adders_ && call.count * call.item() > kAloneBytes) adders_->rouse();
   }
 
-  // Enqueues a call that has been announced on `out` and `back`. The caller has made `out` wait for the
-  // tensor. The queues may be shorter than the call.
-  void enqueue(const Call &call) {
-    if (!context_) throw std::runtime_error("the group is closed");
-    if (!flags_) return;
-    InContext current(context_);
-    const int64_t chunks = chunks_of(call);
-    for (int64_t i = 0; i < chunks; ++i) {
-      const uint32_t number = call.first + static_cast<uint32_t>(i) + 1;
-      wait_on(out_, offsetof(Words, allow), number);
-      copy_out(call, i);
-      write_to(out_, offsetof(Words, arrived), number);
-      wait_on(back_, offsetof(Words, go), number);
-      copy_back(call, i);
-      write_to(back_, offsetof(Words, returned), number);
-    }
+  // Enqueues a call that has been announced. The caller has made `out` wait for the tensor.
+  void enqueue(const GpuCall &call) {
+    check_open();
+    streams_.enqueue(call);
   }
 
   // Returns when the chunks before `end` are back in their tensors, or with why they will not be.
@@ -179,11 +116,11 @@ class CudaPath {
   }
 
   void close() {
-    if (!context_) return;
-    if (getpid() != process_) {  // CUDA did not survive the fork
-      context_ = nullptr;
+    if (!server_) return;
+    if (getpid() != process_) {  // neither threads nor CUDA survived the fork
       (void)adders_.release();
       (void)server_.release();
+      streams_.disown();
       return;
     }
     ending_.store(true);
@@ -191,88 +128,32 @@ class CudaPath {
     server_->join();
     server_.reset();
     adders_.reset();
-    // Nothing throws here: what a broken context still holds goes with the process.
-    CUcontext popped;
-    if (driver_.context_push(context_) == kCudaSuccess) {
-      driver_.stream_synchronize(out_);
-      driver_.stream_synchronize(back_);
-      release();
-      driver_.context_pop(&popped);
-    }
-    context_ = nullptr;
-    driver_.context_release(device_);
+    streams_.close();
   }
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  int64_t item(const Call &call) const {
-    return static_cast<int64_t>(kItemBytes[static_cast<size_t>(call.dtype)]);
-  }
-  static constexpr int64_t kLeastChunk = 512 << 10, kChunks = 8;
-  // Elements of a chunk: whole cache lines of any type.
-  int64_t each(const Call &call) const {
-    const int64_t share = (call.count * item(call) / kChunks + 4095) / 4096 * 4096;
-    return std::min(std::max(share, kLeastChunk), chunk_bytes_) / item(call);
-  }
-  int64_t size_of(const Call &call, int64_t i) const {
-    return std::clamp<int64_t>(call.count - each(call) * i, 0, each(call));
+  // A chunk that is under way; those of the last slots are kept.
+  struct Chunk {
+    GpuCall call;
+    Stamp stamp{};
+    int64_t index = 0;  // in its call
+  };
+  struct Announced {
+    GpuCall call;
+    Stamp stamp{};
+    uint32_t end = kFirst;
+  };
+
+  void check_open() const {
+    if (!server_ || getpid() != process_) throw std::runtime_error("the group is closed");
   }
 
-  void copy_out(const Call &call, int64_t i) {
-    const int64_t size = size_of(call, i) * item(call);
-    const uint32_t chunk = call.first + static_cast<uint32_t>(i);
-    if (size)
-      driver_.check(driver_.copy_to_host(segment_.slot(0, rank_, chunk),
-                                         call.tensor + static_cast<uint64_t>(i * chunk_bytes_of(call)),
-                                         static_cast<size_t>(size), out_),
-                    "cuMemcpyDtoHAsync");
-  }
-  void copy_back(const Call &call, int64_t i) {
-    const int64_t size = size_of(call, i) * item(call);
-    const uint32_t chunk = call.first + static_cast<uint32_t>(i);
-    if (size)
-      driver_.check(driver_.copy_to_device(
-                        call.tensor + static_cast<uint64_t>(i * chunk_bytes_of(call)),
-                        segment_.slot(0, 0, chunk), static_cast<size_t>(size), back_),
-                    "cuMemcpyHtoDAsync");
-  }
-  int64_t chunk_bytes_of(const Call &call) const { return each(call) * item(call); }
-
-  void wait_on(CUstream stream, size_t offset, uint32_t value) {
-    driver_.check(driver_.stream_wait(stream, words_on_device_ + offset, value, kWaitGreaterOrEqual),
-                  "cuStreamWaitValue32");
-  }
-  void write_to(CUstream stream, size_t offset, uint32_t value) {
-    driver_.check(driver_.stream_write(stream, words_on_device_ + offset, value, kWriteDefault),
-                  "cuStreamWriteValue32");
-  }
-
-  // A value goes to the device and back, once.
-  bool flags_work() {
-    words_->allow.value.store(0);
-    const CUresult waits =
-        driver_.stream_wait(out_, words_on_device_ + offsetof(Words, allow), 0, kWaitGreaterOrEqual);
-    const CUresult writes =
-        driver_.stream_write(out_, words_on_device_ + offsetof(Words, arrived), 1, kWriteDefault);
-    if (waits != kCudaSuccess || writes != kCudaSuccess) return false;
-    driver_.check(driver_.stream_synchronize(out_), "cuStreamSynchronize");
-    const bool came = words_->arrived.value.load() == 1;
-    words_->arrived.value.store(0);
-    return came;
-  }
-
-  static bool ahead(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) > 0; }
-
-  // The least of a counter over all ranks, and whose it is.
   uint32_t least(Word Progress::*step, int &whose) const {
-    uint32_t found = (segment_.progress(0, 0).*step).value.load(std::memory_order_acquire);
-    whose = 0;
-    for (int r = 1; r < world_; ++r) {
-      const uint32_t value = (segment_.progress(0, r).*step).value.load(std::memory_order_acquire);
-      if (ahead(found, value)) found = value, whose = r;
-    }
-    return found;
+    const Segment::Least found = segment_.least(step);
+    whose = found.rank;
+    return found.value;
   }
 
   // The server: sees all calls through until the group breaks or closes.
@@ -280,8 +161,7 @@ class CudaPath {
     prctl(PR_SET_TIMERSLACK, 1000ul);  // a sleep of 10 µs would else take 60: the system rounds up
     Status status;
     try {
-      std::unique_ptr<InContext> current;
-      if (!flags_) current = std::make_unique<InContext>(context_);
+      const auto current = streams_.for_events();
       while (status && has_work()) {
         status = group_.usable();
         if (status) status = progress();
@@ -289,7 +169,7 @@ class CudaPath {
     } catch (const std::exception &) {
       status = group_.waiter().broken({Reason::kInterrupted, rank_});
     }
-    if (adders_) adders_->rest();
+    while (adders_ && added_up() != given_) sched_yield();
     if (!status) fail(status);
   }
 
@@ -331,16 +211,15 @@ class CudaPath {
         const Chunk &chunk = take_up(allowed_);
         segment_.stamp(0, rank_, allowed_) = chunk.stamp;
         ++allowed_;
-        if (flags_) {
-          words_->allow.value.store(allowed_, std::memory_order_release);
-        } else {
-          copy_out(chunk.call, chunk.index);
-          driver_.check(driver_.event_record(event(allowed_ - 1, false), out_), "cuEventRecord");
-        }
+        streams_.let_out(chunk.call, chunk.index);
+        trace_.note(Stage::kAllowed, allowed_ - 1);
         moved = true;
+        // Again: calls may be announced long before their turn.
+        if (adders_ && bytes_of(chunk) > kAloneBytes) adders_->rouse();
       }
-      const uint32_t here = seen(arrived_, allowed_, words_->arrived, false);
+      const uint32_t here = streams_.arrived(arrived_, allowed_);
       if (here != arrived_) {
+        trace_.note(Stage::kArrived, arrived_, here);
         arrived_ = here;
         advance(mine.put, arrived_);
         moved = true;
@@ -348,39 +227,40 @@ class CudaPath {
       if (given_ != arrived_) {
         const uint32_t put = least(&Progress::put, blamed);
         if (ahead(put, given_)) {
-          // Without adders one chunk at a time, so that the streams are fed in between.
+          // To wake adders takes longer than to add a few KiB. This thread adds one chunk at a time,
+          // so that the streams are fed in between.
+          const bool alone = !adders_ || (combined_ == given_ && bytes_of(at(given_)) <= kAloneBytes);
           const uint32_t whole = ahead(put, arrived_) ? arrived_ : put;
-          const uint32_t until = adders_ ? whole : given_ + 1;
+          const uint32_t until = alone ? given_ + 1 : whole;
           for (uint32_t i = given_; i != until; ++i)
             if (at(i).index == 0)
               if (Status s = agreed(i, at(i).stamp); !s) return s;
-          if (adders_)
-            adders_->arrived(until);
-          else
-            combine(given_, 0);
-          given_ = until;
+          trace_.note(Stage::kGathered, given_, until);
+          if (alone && world_ > 1)
+            for (int piece = 0; piece < pieces_of(at(given_)); ++piece)
+              combine(kServer, at(given_), given_, piece);
+          if (alone) added_ = until;
+          for (; given_ != until; ++given_)
+            if (!alone) adders_->arrived(given_, pieces_of(at(given_)));
           moved = true;
         }
       }
-      const uint32_t added = adders_ ? adders_->done() : given_;
-      if (added != combined_) {
-        combined_ = added;
+      if (const uint32_t before_adding = combined_; added_up() != before_adding) {
+        trace_.note(Stage::kCombined, before_adding, combined_);
         advance(mine.combined, combined_);
         moved = true;
       }
-      const uint32_t whole = least(&Progress::combined, blamed);
-      while (gone_ != arrived_ && ahead(whole, gone_)) {
+      const uint32_t summed = least(&Progress::combined, blamed);
+      while (gone_ != arrived_ && ahead(summed, gone_)) {
         ++gone_;
-        if (flags_) {
-          words_->go.value.store(gone_, std::memory_order_release);
-        } else {
-          copy_back(at(gone_ - 1).call, at(gone_ - 1).index);
-          driver_.check(driver_.event_record(event(gone_ - 1, true), back_), "cuEventRecord");
-        }
+        trace_.note(Stage::kGone, gone_ - 1);
+        const Chunk &whole = at(gone_ - 1);
+        streams_.let_back(whole.call, whole.index);
         moved = true;
       }
-      const uint32_t there = seen(returned_, gone_, words_->returned, true);
+      const uint32_t there = streams_.returned(returned_, gone_);
       if (there != returned_) {
+        trace_.note(Stage::kReturned, returned_, there);
         returned_ = there;
         advance(mine.taken, returned_);
         advance(finished_, returned_);
@@ -401,18 +281,6 @@ class CudaPath {
     }
   }
 
-  // A chunk that is under way; those of the last slots are kept.
-  struct Chunk {
-    Call call;
-    Stamp stamp{};
-    int64_t index = 0;  // in its call
-  };
-  struct Announced {
-    Call call;
-    Stamp stamp{};
-    uint32_t end = kFirst;
-  };
-
   const Chunk &at(uint32_t chunk) const { return chunks_[chunk % chunks_.size()]; }
   const Chunk &take_up(uint32_t chunk) {
     if (chunk == current_.end) {
@@ -425,49 +293,63 @@ class CudaPath {
     return kept;
   }
 
-  // How far a stream is: by its word, or by the events of what was enqueued.
-  uint32_t seen(uint32_t before, uint32_t enqueued, const Word &word, bool back) {
-    if (flags_) return word.value.load(std::memory_order_acquire) == before
-                           ? before
-                           : within(before, word.value.load(std::memory_order_acquire), enqueued);
-    while (before != enqueued) {
-      const CUresult result = driver_.event_query(event(before, back));
-      if (result == kCudaNotReady) break;
-      driver_.check(result, "cuEventQuery");
-      ++before;
-    }
-    return before;
-  }
-  // The word of a stream that has done nothing in this call yet still has an earlier call's value.
-  static uint32_t within(uint32_t before, uint32_t value, uint32_t enqueued) {
-    return ahead(value, before) && !ahead(value, enqueued) ? value : before;
-  }
-  CUevent event(uint32_t chunk, bool back) const {
-    const size_t slots = static_cast<size_t>(segment_.shape().slots);
-    return events_[(back ? slots : 0) + chunk % slots];
+  int64_t bytes_of(const Chunk &chunk) const {
+    return Cut(chunk.call, chunk_bytes_).size(chunk.index) * chunk.call.item();
   }
 
-  // This rank's slice of all slots goes into slot 0, whose bytes no other rank reads or writes there.
-  void combine(uint32_t chunk, int lane) const {
-    const Call &call = at(chunk).call;
-    if (world_ == 1) return;
-    const int64_t bytes = item(call);
-    const int64_t count = size_of(call, at(chunk).index);
-    const int64_t slice = ((count + world_ - 1) / world_ + 63) / 64 * 64;
-    const int64_t begin = std::min(count, slice * rank_), size = std::min(slice, count - begin);
-    const int64_t part = ((size + lanes_ - 1) / lanes_ + 63) / 64 * 64;
-    const auto function = group_.table().functions[static_cast<size_t>(call.dtype)]
-                                                  [static_cast<size_t>(call.op)];
-    const int64_t at = std::min(size, part * lane), elements = std::min(part, size - at);
-    if (elements <= 0) return;
+  // This rank's part of a chunk, from whole cache lines on.
+  struct Slice {
+    int64_t begin, size;
+  };
+  Slice slice_of(const Chunk &chunk) const {
+    const int64_t count = Cut(chunk.call, chunk_bytes_).size(chunk.index);
+    const int64_t each = ((count + world_ - 1) / world_ + 63) / 64 * 64;
+    const int64_t begin = std::min(count, each * rank_);
+    return {begin, std::min(each, count - begin)};
+  }
+  int pieces_of(const Chunk &chunk) const {
+    const int64_t bytes = slice_of(chunk).size * chunk.call.item();
+    return static_cast<int>(std::max<int64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes));
+  }
+
+  // Adds a piece of this rank's slice of all slots into slot 0, whose bytes no other rank reads or
+  // writes there.
+  void combine(int thread, const Chunk &chunk, uint32_t number, int piece) {
+    trace_.note(Stage::kAdding, number, thread);
+    const int64_t item = chunk.call.item();
+    const Slice slice = slice_of(chunk);
+    const int64_t from = slice.begin + kPieceBytes / item * piece;
+    const int64_t until = std::min(slice.begin + slice.size, from + kPieceBytes / item);
+    const auto function = group_.table().functions[static_cast<size_t>(chunk.call.dtype)]
+                                                  [static_cast<size_t>(chunk.call.op)];
     std::vector<const void *> sources(static_cast<size_t>(world_));
-    for (int r = 0; r < world_; ++r)
-      sources[static_cast<size_t>(r)] = segment_.slot(0, r, chunk) + (begin + at) * bytes;
-    function(sources.data(), world_, segment_.slot(0, 0, chunk) + (begin + at) * bytes, nullptr,
-             static_cast<size_t>(elements));
+    alignas(64) char sums[kBlockBytes];
+    for (int64_t i = from; i < until; i += kBlockBytes / item) {
+      const int64_t elements = std::min(until - i, kBlockBytes / item);
+      const size_t size = static_cast<size_t>(elements * item);
+      for (int r = 0; r < world_; ++r)
+        sources[static_cast<size_t>(r)] = segment_.slot(0, r, number) + i * item;
+      char *const target = segment_.slot(0, 0, number) + i * item;
+      char *const out = leave_ == Leave::kMemory ? sums : target;
+      function(sources.data(), world_, out, nullptr, static_cast<size_t>(elements));
+      if (leave_ == Leave::kMemory) copy_past_caches(target, sums, size);
+      if (leave_ == Leave::kShared)  // what others' copies are to overwrite, too
+        for (const void *source : sources) hand_on(source, size);
+    }
+    settle();
+    trace_.note(Stage::kAdded, number, thread);
   }
 
-  Stamp stamp_of(const Call &call) const {
+  // Up to which chunk this rank's slices are added.
+  uint32_t added_up() {
+    while (combined_ != given_ &&
+           (ahead(added_, combined_) ||
+            (adders_ && adders_->done(combined_) == pieces_of(at(combined_)))))
+      ++combined_;
+    return combined_;
+  }
+
+  Stamp stamp_of(const GpuCall &call) const {
     Stamp stamp{};
     stamp.count = call.count;
     stamp.kind = static_cast<uint8_t>(Kind::kAllReduce);
@@ -496,78 +378,30 @@ class CudaPath {
     std::lock_guard<std::mutex> lock(mutex_);
     failed_ = true;
     failure_ = status;
-    run_dry();
+    streams_.let_go(submitted_.value.load());
     wake_all(finished_);
   }
-  void run_dry() {
-    words_->allow.value.store(submitted_.value.load(), std::memory_order_release);
-    words_->go.value.store(submitted_.value.load(), std::memory_order_release);
-  }
 
-  // What a thread does that has found nothing to do: looks again at once, soon, later.
-  class Idle {
-   public:
-    Idle(const Waiter &waiter, int looks) : waiter_(waiter), looks_(std::max(looks, 200)) {}
-    Status step(bool moved, int blamed) {
-      if (moved) {
-        tries_ = 0;
-        return {};
-      }
-      if (++tries_ < looks_) {
-        cpu_pause();
-        return {};
-      }
-      const auto now = Clock::now();
-      if (tries_ == looks_) since_ = looked_ = now;
-      // The GPU may be computing for long before a gradient is ready.
-      const long pause = now - since_ < std::chrono::milliseconds(5) ? 10'000 : 100'000;
-      const timespec request{0, pause};
-      nanosleep(&request, nullptr);
-      if (now - looked_ < std::chrono::milliseconds(20)) return {};
-      looked_ = now;
-      return waiter_.checked(blamed, since_);
-    }
-
-   private:
-    const Waiter &waiter_;
-    const int64_t looks_;
-    int64_t tries_ = 0;
-    Clock::time_point since_, looked_;
-  };
-
-  void release() {
-    for (CUevent event : events_)
-      if (event) driver_.event_destroy(event);
-    events_.clear();
-    Streams::give(context_, out_);
-    Streams::give(context_, back_);
-    if (words_) driver_.mem_free_host(words_);
-    if (registered_) driver_.mem_host_unregister(segment_.base());
-    out_ = back_ = nullptr;
-    words_ = nullptr;
-    registered_ = false;
-  }
+  // Some 200 µs of looking, where there are processors to spare: the next chunk is that near.
+  static constexpr int kLooks = 4000;
+  // A chunk that the server adds itself, where nothing else is being added.
+  static constexpr int64_t kAloneBytes = 256 << 10;
+  static constexpr int64_t kPieceBytes = 64 << 10;  // what an adder takes at a time
+  static constexpr int64_t kBlockBytes = 16 << 10;  // half of a core's first cache
+  static constexpr int kServer = -1;                // in the trace
 
   Group &group_;
   const Segment &segment_;
-  const CudaDriver &driver_;
-  const CUdevice device_;
   const int rank_, world_;
   const int64_t chunk_bytes_;
   const int process_ = getpid();
-  // Some 200 µs of looking, where there are processors to spare: the next chunk is that near. Looking
-  // four times as long went with slower calls on two H200s.
-  static constexpr int kLooks = 4000;
-  int lanes_ = 1, looks_ = 0;
-  bool flags_ = false, registered_ = false;
-  CUcontext context_ = nullptr;
-  Words *words_ = nullptr;
-  CUdeviceptr words_on_device_ = 0;
-  CUstream out_ = nullptr, back_ = nullptr;
-  std::vector<CUevent> events_;
+  GpuStreams streams_;
+  const int looks_;
+  const Leave leave_ = where_to_leave();
+  Trace trace_;
   Busy busy_;
   // The server's: up to which chunk each step has come.
-  uint32_t allowed_ = kFirst, arrived_ = kFirst, given_ = kFirst, combined_ = kFirst,
+  uint32_t allowed_ = kFirst, arrived_ = kFirst, given_ = kFirst, added_ = kFirst, combined_ = kFirst,
            gone_ = kFirst, returned_ = kFirst;
   Announced current_;  // whose chunks are allowed
   std::vector<Chunk> chunks_;

@@ -186,6 +186,15 @@ NB_MODULE(_engine, module) {
         const Busy busy = p.busy();
         return std::make_tuple(busy.all, busy.out, busy.adding, busy.back);
       }, "(seconds in calls; with copies out, sums and copies back under way)")
+      .def(
+          "trace",
+          [](CudaPath &path) {
+            nb::list rows;
+            for (const Trace::Note &n : path.trace())
+              rows.append(nb::make_tuple(n.nanoseconds, static_cast<int>(n.stage), n.chunk, n.lane));
+            return rows;
+          },
+          "Take what HFREDUCE_TRACE noted: (nanoseconds, stage, chunk, lane or -1); between calls.")
       .def_prop_ro("out", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.out()); })
       .def_prop_ro("back", [](const CudaPath &p) { return reinterpret_cast<uintptr_t>(p.back()); })
       .def(

@@ -6,7 +6,7 @@
 //
 //   Header, with one Member a rank
 //   lanes x ranks x Progress
-//   lanes x ranks x slots x (Stamp, slot_bytes of data), each from a page on
+//   lanes x ranks x slots x (slot_bytes of data, Stamp), each from a page on
 #pragma once
 
 #include <errno.h>
@@ -24,7 +24,7 @@
 
 namespace hfreduce {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kPage = 4096, kHugePage = 2 << 20;
 constexpr size_t kTokenBytes = 16;
 
 // A counter that one rank advances and others wait for. It grows by one a chunk and wraps around.
@@ -65,7 +65,8 @@ struct Shape {
   size_t slots_at() const {
     return round_up(progress_at() + sizeof(Progress) * lanes * world, kPage);
   }
-  size_t stride() const { return round_up(sizeof(Stamp) + slot_bytes, kPage); }
+  size_t stamp_at() const { return round_up(slot_bytes, sizeof(Stamp)); }
+  size_t stride() const { return round_up(stamp_at() + sizeof(Stamp), kPage); }
   size_t bytes() const { return slots_at() + stride() * slots * world * lanes; }
   static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 };
@@ -84,6 +85,7 @@ class Segment {
     Segment segment(shape, descriptor);
     int code;  // neither ftruncate nor fallocate sets out what is not there
     if (ftruncate(descriptor, static_cast<off_t>(shape.bytes())) < 0) fail("ftruncate");
+    if (shape.slot_bytes >= kHugePage / 2) segment.fill_with_huge_pages();
     if ((code = posix_fallocate(descriptor, 0, static_cast<off_t>(shape.bytes()))) != 0) {
       errno = code;
       fail("fallocate");
@@ -147,17 +149,42 @@ class Segment {
   Progress &progress(int lane, int rank) const {
     return reinterpret_cast<Progress *>(base_ + shape_.progress_at())[lane * shape_.world + rank];
   }
-  Stamp &stamp(int lane, int rank, uint32_t chunk) const {
+  // The least of a counter over all ranks in lane 0, and whose it is.
+  struct Least {
+    uint32_t value;
+    int rank;
+  };
+  Least least(Word Progress::*step) const {
+    Least found{(progress(0, 0).*step).value.load(std::memory_order_acquire), 0};
+    for (int r = 1; r < shape_.world; ++r) {
+      const uint32_t value = (progress(0, r).*step).value.load(std::memory_order_acquire);
+      if (static_cast<int32_t>(found.value - value) > 0) found = {value, r};
+    }
+    return found;
+  }
+
+  char *slot(int lane, int rank, uint32_t chunk) const {
     const size_t index =
         (static_cast<size_t>(lane) * shape_.world + rank) * shape_.slots + chunk % shape_.slots;
-    return *reinterpret_cast<Stamp *>(base_ + shape_.slots_at() + shape_.stride() * index);
+    return base_ + shape_.slots_at() + shape_.stride() * index;
   }
-  char *slot(int lane, int rank, uint32_t chunk) const {
-    return reinterpret_cast<char *>(&stamp(lane, rank, chunk)) + sizeof(Stamp);
+  Stamp &stamp(int lane, int rank, uint32_t chunk) const {
+    return *reinterpret_cast<Stamp *>(slot(lane, rank, chunk) + shape_.stamp_at());
   }
 
  private:
   Segment(const Shape &shape, int descriptor) : shape_(shape), descriptor_(descriptor) {}
+
+  // Copies of a GPU and sums run through slots of MiB: large pages spare them the look-ups, where
+  // the system gives shared memory any. What it does not give, fallocate makes of small ones.
+  void fill_with_huge_pages() const {
+    constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE: an error in place of a SIGBUS
+    void *base = mmap(nullptr, shape_.bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+    if (base == MAP_FAILED) return;
+    madvise(base, shape_.bytes(), MADV_HUGEPAGE);
+    madvise(base, shape_.bytes(), kPopulateWrite);
+    munmap(base, shape_.bytes());
+  }
 
   void map() {
     void *base = mmap(nullptr, shape_.bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,

@@ -52,9 +52,11 @@ inline void sleep_on(const Word &word, uint32_t seen, long nanoseconds) {
   syscall(SYS_futex, &word.value, FUTEX_WAIT, seen, &limit, nullptr, 0);
 }
 
-inline void wake_all(const Word &word) {
-  syscall(SYS_futex, &word.value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+inline void wake(const Word &word, int most) {
+  syscall(SYS_futex, &word.value, FUTEX_WAKE, most, nullptr, nullptr, 0);
 }
+
+inline void wake_all(const Word &word) { wake(word, INT_MAX); }
 
 inline void advance(Word &word, uint32_t value) {
   word.value.store(value, std::memory_order_seq_cst);

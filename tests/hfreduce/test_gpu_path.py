@@ -1,0 +1,140 @@
+"""The host's part of all-reduces on GPUs, on a machine without one: the driver is a stand-in.
+
+What only a GPU can show (order among torch's streams, rates, that no kernel runs) is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hfreduce import dtypes, exchange, is_available, segment
+from tests.hfreduce.ranks import Ranks, reducer, run
+
+if is_available():
+    from hfreduce._engine import CudaPath
+
+pytestmark = [
+    pytest.mark.skipif(not is_available(), reason="needs hfreduce's native engine"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the real driver is here: tests/gpu"),
+]
+
+CHUNK = 256 << 10
+# Nothing, less than a cache line, one chunk that the server adds, several, and as many as make the
+# first and the last ones smaller and slots be used again.
+SIZES = [0, 1, 1000, 65_536, 131_073, 1_000_003]
+
+
+class Gpu:
+    """What `CudaReducer` is on a GPU, without torch's part."""
+
+    def __init__(self, rank: int, world: int, store: str, driver: str, words: bool) -> None:
+        ctypes.CDLL(driver)  # the engine gets it under its name
+        self.reducer = reducer(rank, world, store, timeout=20)
+        meeting = exchange.through_collectives(self.reducer)
+        layout = segment.Settings(chunk_bytes=CHUNK, threads=1, slots=4)
+        self.group, _, ended = segment.connect(meeting, rank, self.reducer._members, layout, 20)
+        assert ended[0] == 0
+        self.path = CudaPath(self.group, 0, words, 2)
+        assert self.path.flags == words
+        self.next = 1
+        self.reducer.barrier()
+
+    def start(self, tensor: Tensor, op: str = "sum") -> int:
+        """Announce and enqueue an all-reduce; return the number that it ends before."""
+        dtype, number = dtypes.check(tensor.dtype, op)
+        first = self.next
+        self.next += self.path.chunks(tensor.numel(), dtype)
+        call = tensor.data_ptr(), tensor.numel(), dtype, number, first
+        self.path.submit(*call)
+        self.path.enqueue(*call)
+        return self.next
+
+
+def data(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(count + rank)
+    return (torch.randn(count, generator=generator) * 5).to(dtype)
+
+
+def sums(rank: int, world: int, store: str, driver: str, words: bool) -> None:
+    """Calls of all sizes follow each other without a wait between them, and all have their sums."""
+    gpu = Gpu(rank, world, store, driver, words)
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        calls = []
+        for count in SIZES * 2:
+            parts = [data(peer, count, dtype) for peer in range(world)]
+            wide = torch.float32 if dtype.is_floating_point else dtype
+            total = parts[0].to(wide)
+            for part in parts[1:]:
+                total = total + part.to(wide)
+            calls.append((gpu.start(parts[rank]), parts[rank], total.to(dtype)))
+        for end, found, expected in calls:
+            assert gpu.path.wait(end) == (0, -1, False)
+            assert torch.equal(found, expected), (dtype, found.numel())
+    gpu.reducer.barrier()
+    gpu.path.close()
+
+
+def dies(rank: int, world: int, store: str, driver: str, words: bool) -> None:
+    """The last rank dies in the middle: the others' streams are let go, and they hear of it."""
+    gpu = Gpu(rank, world, store, driver, words)
+    tensors = [data(rank, 1_000_003, torch.float32) for _ in range(4)]
+    ends = [gpu.start(tensor) for tensor in tensors[: 2 if rank == world - 1 else 4]]
+    if rank == world - 1:
+        os._exit(0)
+    begun = time.monotonic()
+    reason, who, _ = gpu.path.wait(ends[-1])
+    assert (reason, who) == (1, world - 1), (reason, who)
+    assert time.monotonic() - begun < 5
+    end = gpu.start(tensors[0])  # it ends at once, though nobody serves it
+    assert gpu.path.wait(end)[0] == 1
+    gpu.path.close()  # waits for the streams
+
+
+def differs(rank: int, world: int, store: str, driver: str) -> None:
+    """A rank calls with another size: all hear of it."""
+    gpu = Gpu(rank, world, store, driver, words=True)
+    tensor = data(rank, 5000 + (rank == 1), torch.float32)
+    end = gpu.start(tensor)
+    assert gpu.path.wait(end)[0] == 4
+    gpu.path.close()
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    """Return two drivers, one with words and one without."""
+    source = Path(__file__).with_name("driver.cpp")
+    built, compiling = {}, []
+    for words in (True, False):
+        built[words] = str(tmp_path_factory.mktemp("driver") / "libcuda.so.1")
+        command = ["c++", "-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", str(source)]
+        command += ["-Wl,-soname,libcuda.so.1", "-o", built[words]]
+        compiling.append(subprocess.Popen(command + ([] if words else ["-DNO_WORDS"])))
+    assert [process.wait() for process in compiling] == [0, 0]
+    return built
+
+
+@pytest.mark.parametrize(("world", "words"), [(2, True), (3, True), (2, False)])
+def test_sums_of_all_sizes_have_the_defined_bits(
+    drivers: dict[bool, str], world: int, words: bool
+) -> None:
+    run(sums, world, drivers[words], words)
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_when_a_rank_dies_the_others_hear_and_their_streams_run_dry(
+    drivers: dict[bool, str], words: bool
+) -> None:
+    ended = Ranks(dies, 3, drivers[words], words).join()
+    assert [end.error for end in ended] == ["", "", "Died"], ended
+
+
+def test_ranks_that_call_with_other_sizes_hear_of_it(drivers: dict[bool, str]) -> None:
+    run(differs, 2, drivers[True])
