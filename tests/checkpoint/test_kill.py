@@ -26,7 +26,7 @@ from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.peers import Peers
 from hfai.checkpoint.saver import Saver
 from hfai.checkpoint.state import capture
-from hfai.checkpoint.storage import local
+from hfai.checkpoint.storage import local, local_files, local_names
 from hfai.checkpoint.verify import verify
 
 CALLS = ("mkdir", "open", "pwritev", "pwrite", "fsync", "rename", "unlink", "rmdir", "close")
@@ -94,7 +94,9 @@ class Counter:
     def install(self) -> None:
         for name in CALLS:
             setattr(os, name, self.wrap(getattr(os, name), name))
-        local._exchange = self.wrap(local._exchange, "exchange")
+        local.exchange = local_names.exchange = self.wrap(local_names.exchange, "exchange")
+        if local_files.native is not None:  # which makes its own calls
+            local_files.native.set_probe(self.boundary)
 
 
 def in_child(work: Callable[[], object]) -> int:
