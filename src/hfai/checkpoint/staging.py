@@ -84,6 +84,11 @@ class HostPool:
 
 def _allocate(pinned: bool) -> Tensor:
     """Return memory that begins at a page, as direct I/O asks for."""
+    if pinned:
+        # Page-locked memory does; and torch makes a power of two of what it is asked for.
+        memory = torch.empty(SEGMENT, dtype=torch.uint8, pin_memory=True)
+        if memory.data_ptr() % _ALIGNMENT == 0:
+            return memory
     memory = torch.empty(SEGMENT + _ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
     skip = -memory.data_ptr() % _ALIGNMENT
     return memory[skip : skip + SEGMENT]
