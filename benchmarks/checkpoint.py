@@ -4,11 +4,17 @@
     python benchmarks/checkpoint.py --gigabytes 0.1 --rounds 1 --planning-ranks 8 --out -
 
 Every rank holds half of a state of DTensors, in the shapes of a transformer with Adam's states. All
-ways flush their files (DCP with `sync_files`, its default; torch.save and safetensors by fsync),
-and all load into tensors that exist. torch.save and safetensors write a file a rank, which no other
-number of ranks could load. Only hfai hashes. A round runs all ways in turn, each round starting
-with another; a figure is of the slower rank, from a barrier to a barrier. What is loaded is
-compared. Planning is counted in seconds of the processor, of one core.
+ways flush their files (DCP with `sync_files`, its default; the others by fsync), and all load into
+tensors that exist. Only hfai compares what it loads with hashes. Of DCP's settings the baseline is
+the fastest here: one thread, and no CRC-32, which torch computes by default and never compares.
+torch.save and safetensors write a file a rank, which no other number of ranks could load. "The
+system calls alone" writes and reads each tensor in a file a rank by one call: what copying costs.
+
+A round runs all ways in turn, each round starting with another; a figure is of the slower rank,
+from a barrier to a barrier. What is loaded is compared. Before a save each rank fills as much
+memory as it is about to write, and frees it: a virtual machine's host takes back pages that are
+free, and giving them again is slower than writing. Planning is counted in seconds of the processor,
+of one core.
 
 Files are in the page cache when they are loaded: the disk is not measured there.
 """
@@ -36,13 +42,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 from benchmarks.harness import machine, result, ways
 from hfai import checkpoint
 from hfai.checkpoint.format import Commit, Index, Slice, decode_index, digest, lay_out
-from hfai.checkpoint.parts import Part
+from hfai.checkpoint.parts import Part, bytes_of
 from hfai.checkpoint.plan import plan
 
 RANKS = 2
 TENSORS = 2000  # of the simulated plan
-BASELINE = "torch DCP"
-WAYS = ("hfai", BASELINE, "torch DCP, 2 threads", "torch.save, a file a rank")
+BASELINE = "torch DCP, no CRC-32"
+DCP_DEFAULT, DCP_THREADS = "torch DCP as it comes", "torch DCP, no CRC-32, 2 threads"
+CALLS = "the system calls alone"
+WAYS = ("hfai", BASELINE, DCP_DEFAULT, DCP_THREADS, "torch.save, a file a rank", CALLS)
 SAFETENSORS = "safetensors, a file a rank"
 UNITS = ("GB/s", "GB per second of a core")
 State = dict[str, Any]
@@ -93,19 +101,20 @@ def way_functions(way: str, place: str, rank: int) -> tuple[Callable[[State], No
             lambda state: checkpoint.load_into(place, state, threads=1) and None,
         )
     if way.startswith("torch DCP"):
-        threads = 2 if "2 threads" in way else 1
+        threads = 2 if way == DCP_THREADS else 1
+
+        def dcp_save(state: State) -> None:
+            torch.serialization.set_crc32_options(way == DCP_DEFAULT)
+            writer = dcp.FileSystemWriter(place, thread_count=threads, sync_files=True)
+            dcp.save(state, storage_writer=writer)
+            torch.serialization.set_crc32_options(True)
+
         return (
-            lambda state: (
-                dcp.save(
-                    state,
-                    storage_writer=dcp.FileSystemWriter(
-                        place, thread_count=threads, sync_files=True
-                    ),
-                )
-                and None
-            ),
+            dcp_save,
             lambda state: dcp.load(state, storage_reader=dcp.FileSystemReader(place)),
         )
+    if way == CALLS:
+        return functools.partial(write_by_calls, file), functools.partial(read_by_calls, file)
 
     def save(state: State) -> None:
         os.makedirs(place, exist_ok=True)
@@ -128,6 +137,31 @@ def way_functions(way: str, place: str, rank: int) -> tuple[Callable[[State], No
             tensor.copy_(found[name])
 
     return save, load
+
+
+def write_by_calls(file: str, state: State) -> None:
+    """Write each tensor by one call, and flush."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for tensor in local_of(state).values():
+        if os.write(descriptor, bytes_of(tensor)) != tensor.nbytes:
+            raise OSError(f"{file}: a short write")
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def read_by_calls(file: str, state: State) -> None:
+    """Read each tensor by one call."""
+    descriptor = os.open(file, os.O_RDONLY)
+    for tensor in local_of(state).values():
+        if os.readv(descriptor, [bytes_of(tensor)]) != tensor.nbytes:
+            raise OSError(f"{file}: a short read")
+    os.close(descriptor)
+
+
+def warm(size: int) -> None:
+    """Have so much memory, and give it back."""
+    torch.ones(size, dtype=torch.uint8)
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -175,8 +209,9 @@ def measure(
         for turn in range(rounds):
             for step in range(len(names)):
                 way = names[(turn + step) % len(names)]
-                path = f"{place}/{way.partition(',')[0].replace(' ', '-')}-{step}"
+                path = f"{place}/{step}"
                 save, load = way_functions(way, path, rank)
+                warm(total // RANKS)
                 note("save", place, way, timed(functools.partial(save, state)))
                 for tensor in local_of(target).values():
                     tensor.zero_()
