@@ -14,10 +14,12 @@ ways take turns, and a first save of each, which makes its buffers, is reported 
 - the seconds until the checkpoint is there, and the host's memory that this process holds.
 
 DCP is given what it has for this: staging through pinned shared memory, asynchronous and with
-non-blocking copies, that it keeps from save to save, and a process of its own that writes (or a
-thread, as a second way), as many threads as hfai. Its optimizer step waits for the staging, as its
-documentation asks. Only hfai hashes. Both flush their files. What is loaded is compared
-with sums of the bits that were saved.
+non-blocking copies, that is kept from save to save (torch 2.11 closes a stager behind each save;
+here that is left out), and a process of its own that writes (or a thread, as a second way), as many
+threads as hfai, no CRC-32. It gets a flat dict of the tensors themselves, without names of options,
+and loads into it in place. Its optimizer step waits for the staging, as its documentation asks.
+Only hfai hashes. Both flush their files. What is loaded is compared with sums of the bits that were
+saved.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class Training:
         torch.manual_seed(0)
         with torch.device(device):
             self.model = nn.Sequential(*(Block(width) for _ in range(layers)))
-            self.batch = torch.randn(4, 1024 if width == 4096 else 64, width)
+            self.batch = torch.randn(*((8, 1024) if width == 4096 else (4, 64)), width)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.device = device
 
@@ -98,11 +100,18 @@ class Training:
         """Return the seconds of a few steps."""
         return [self.step() for _ in range(PLAIN_STEPS)]
 
+    def state(self) -> dict[str, Tensor]:
+        """Return all that is saved."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"model.{name}"] = parameter.detach()
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"optimizer.{name}.{key}"] = value
+        return found
+
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all that is saved."""
-        yield from self.model.parameters()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        """Yield the same."""
+        yield from self.state().values()
 
     def bytes(self) -> int:
         """Return how many are saved."""
@@ -144,16 +153,16 @@ class Ways:
             )  # fmt: skip
             return Saving(lambda: None, handle.done, handle.wait)
         import torch.distributed.checkpoint as dcp_module
-        from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
         dcp: Any = dcp_module
-        model, optimizer = get_state_dict(training.model, training.optimizer)
-        kind = "PROCESS" if way == PROCESS else "THREAD"
+        torch.serialization.set_crc32_options(False)
         found = dcp.async_save(
-            {"model": model, "optimizer": optimizer},
+            training.state(),
             storage_writer=dcp.FileSystemWriter(path, thread_count=self.threads, sync_files=True),
-            async_checkpointer_type=AsyncCheckpointerType[kind],
+            async_checkpointer_type=AsyncCheckpointerType[
+                "PROCESS" if way == PROCESS else "THREAD"
+            ],
             async_stager=self._stager(way),
         )
         staged = getattr(found, "staging_completion", None)
@@ -164,8 +173,12 @@ class Ways:
         if way not in self.stagers:
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+            class Kept(DefaultStager):
+                def close(self) -> None:
+                    """Stay as it is, for the next save."""
+
             cuda = torch.cuda.is_available()
-            self.stagers[way] = DefaultStager(StagingOptions(cuda, way == PROCESS, cuda, cuda))
+            self.stagers[way] = Kept(StagingOptions(cuda, way == PROCESS, cuda, cuda))
         return self.stagers[way]
 
     def load(self, way: str, path: str, training: Training) -> None:
@@ -174,17 +187,9 @@ class Ways:
             checkpoint.load_into(path, training.model, training.optimizer, threads=self.threads)
             return
         import torch.distributed.checkpoint as dcp_module
-        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
         dcp: Any = dcp_module
-        model, optimizer = get_state_dict(training.model, training.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
-        set_state_dict(
-            training.model,
-            training.optimizer,
-            model_state_dict=model,
-            optim_state_dict=optimizer,
-        )
+        dcp.load(training.state(), checkpoint_id=path)
 
 
 def resident() -> float:
@@ -197,8 +202,8 @@ def resident() -> float:
     )
 
 
-def one_save(ways_: Ways, way: str, path: str, training: Training) -> dict[str, float]:
-    """Save once beside the training; return the figures of that save."""
+def one_save(ways_: Ways, way: str, path: str, training: Training, loads: bool) -> dict[str, float]:
+    """Save once beside the training, and load that, if wanted; return the figures."""
     plain = training.plain()
     expected = training.sums()
     start = time.perf_counter()
@@ -221,8 +226,9 @@ def one_save(ways_: Ways, way: str, path: str, training: Training) -> dict[str, 
         "step": 1000 * usual,
         "took": took,
         "memory": resident(),
-        "load": one_load(ways_, way, path, training, expected),
     }
+    if loads:
+        found["load"] = one_load(ways_, way, path, training, expected)
     if during:
         found["during"] = statistics.median(during) / usual
     return found
@@ -245,6 +251,7 @@ def one_load(ways_: Ways, way: str, path: str, training: Training, expected: lis
 @click.command()
 @click.option("--gigabytes", type=click.FloatRange(0.01), default=24.0, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--loads", type=int, default=100, help="How many rounds load too; the first is one.")
 @click.option("--threads", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--directory", help="Where checkpoints go.  [default: in memory (tmpfs)]")
@@ -260,6 +267,7 @@ def one_load(ways_: Ways, way: str, path: str, training: Training, expected: lis
 def main(
     gigabytes: float,
     rounds: int,
+    loads: int,
     threads: int,
     device: str,
     directory: str | None,
@@ -284,6 +292,42 @@ def main(
     firsts: dict[str, dict[str, float]] = {}
     figures: dict[str, dict[str, list[float]]] = {}
     ways_ = Ways(size, threads)
+
+    def write(say: Callable[[str], object]) -> None:
+        """Write what there is."""
+        made = ways.document(
+            "checkpoint_cuda.py",
+            "Saves beside a training",
+            ["--gigabytes", f"{gigabytes:g}", "--rounds", str(rounds), "--threads", str(threads)],
+            ("xxhash",),
+            absent,
+        )
+        made["machine"] = machine.describe(torch.device(device))
+        if commit:
+            made["commit"] = commit
+        what = f"{size / 1e9:.1f} GB of model and optimizer, {place}"
+
+        def add(name: str, unit: str, found: dict[str, list[float]], lower: bool) -> None:
+            baseline = BASELINE if BASELINE in found else None
+            made["cases"].append(
+                ways.as_case(name, unit, found, baseline, lower_is_better=lower, say=say)
+            )
+
+        for key, name, unit in (
+            ("stall", f"a save's stall, {what}", "s"),
+            ("during", "step time during the write", "of a plain step"),
+            ("took", "until the checkpoint is there", "s"),
+            ("memory", "host memory of the process, with its buffers", "GB"),
+            ("step", "a plain step", "ms"),
+        ):
+            if figures.get(key):
+                add(name, unit, figures[key], True)
+        add("load to the device", "GB/s", figures.get("load", {}), False)
+        add("the first save's stall", "s", {w: [f["stall"]] for w, f in firsts.items()}, True)
+        made["complete"] = len(figures.get("stall", {})) == 3 and directory is None
+        if str(out) != "-":
+            result.write(out, made)
+
     with tempfile.TemporaryDirectory(dir=base) as work:
         for turn in range(rounds + 1):
             if turn > 1 and time.monotonic() - began > time_budget:
@@ -293,7 +337,7 @@ def main(
                     continue
                 path = f"{work}/{turn}"
                 try:
-                    found = one_save(ways_, way, path, training)
+                    found = one_save(ways_, way, path, training, turn < loads)
                 except Exception as error:
                     absent[way] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                     click.echo(f"{way}: {absent[way]}")
@@ -304,41 +348,11 @@ def main(
                 click.echo(f"{time.monotonic() - began:.0f} s: {way}, save {turn}: {said}")
                 if turn == 0:
                     firsts[way] = found
-                    continue
+                    found = {"load": found["load"]} if "load" in found else {}
                 for key, value in found.items():
                     figures.setdefault(key, {}).setdefault(way, []).append(value)
-    made = ways.document(
-        "checkpoint_cuda.py",
-        "Saves beside a training",
-        ["--gigabytes", f"{gigabytes:g}", "--rounds", str(rounds), "--threads", str(threads)],
-        ("xxhash",),
-        absent,
-    )
-    made["machine"] = machine.describe(torch.device(device))
-    if commit:
-        made["commit"] = commit
-    what = f"{size / 1e9:.1f} GB of model and optimizer, {place}"
-
-    def add(name: str, unit: str, found: dict[str, list[float]], lower: bool) -> None:
-        baseline = BASELINE if BASELINE in found else None
-        made["cases"].append(
-            ways.as_case(name, unit, found, baseline, lower_is_better=lower, say=click.echo)
-        )
-
-    for key, name, unit in (
-        ("stall", f"a save's stall, {what}", "s"),
-        ("during", "step time during the write", "of a plain step"),
-        ("took", "until the checkpoint is there", "s"),
-        ("memory", "host memory of the process, with its buffers", "GB"),
-        ("step", "a plain step", "ms"),
-    ):
-        if figures.get(key):
-            add(name, unit, figures[key], True)
-    add("load to the device", "GB/s", figures.get("load", {}), False)
-    add("the first save's stall", "s", {w: [f["stall"]] for w, f in firsts.items()}, True)
-    made["complete"] = len(figures.get("stall", {})) == 3 and directory is None
-    if str(out) != "-":
-        result.write(out, made)
+            write(lambda line: None)  # what there is, should the machine be taken away
+    write(click.echo)
     dist.destroy_process_group()
 
 
