@@ -11,10 +11,10 @@ torch.save and safetensors write a file a rank, which no other number of ranks c
 system calls alone" writes and reads each tensor in a file a rank by one call: what copying costs.
 
 A round runs all ways in turn, each round starting with another; a figure is of the slower rank,
-from a barrier to a barrier. What is loaded is compared. Before a save each rank fills as much
-memory as it is about to write, and frees it: a virtual machine's host takes back pages that are
-free, and giving them again is slower than writing. Planning is counted in seconds of the processor,
-of one core.
+from a barrier to a barrier. What is loaded is compared, in the first round. Before a save each rank
+fills as much memory as it is about to write, and frees it: a virtual machine's host takes back
+pages that are free, and giving them again is slower than writing. Planning is counted in seconds of
+the processor, of one core.
 
 Files are in the page cache when they are loaded: the disk is not measured there.
 """
@@ -22,6 +22,7 @@ Files are in the page cache when they are loaded: the disk is not measured there
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -175,7 +176,13 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure(
-    rank: int, work: str, places: list[str], size: int, rounds: int, names: list[str]
+    rank: int,
+    work: str,
+    places: list[str],
+    size: int,
+    rounds: int,
+    names: list[str],
+    budget: float,
 ) -> None:
     """Run all rounds in one rank; rank 0 writes the figures."""
     torch.set_num_threads(1)
@@ -205,24 +212,29 @@ def measure(
         if rank == 0:
             shutil.rmtree(f"{places[0]}/first")
         dist.barrier()
-    for place in places:
-        for turn in range(rounds):
-            for step in range(len(names)):
-                way = names[(turn + step) % len(names)]
-                path = f"{place}/{step}"
-                save, load = way_functions(way, path, rank)
-                warm(total // RANKS)
-                note("save", place, way, timed(functools.partial(save, state)))
+    began = time.monotonic()
+    for turn in range(rounds):
+        for place, step in itertools.product(places, range(len(names))):
+            way, path = names[(turn + step) % len(names)], f"{place}/{step}"
+            save, load = way_functions(way, path, rank)
+            warm(total // RANKS)
+            note("save", place, way, timed(functools.partial(save, state)))
+            if turn == 0:
                 for tensor in local_of(target).values():
                     tensor.zero_()
-                note("load", place, way, timed(functools.partial(load, target)))
+            note("load", place, way, timed(functools.partial(load, target)))
+            if turn == 0:
                 for name, tensor in local_of(target).items():
                     if not torch.equal(tensor, state[name].to_local()):
                         raise RuntimeError(f"{way} loads {name} wrongly")
-                dist.barrier()
-                if rank == 0:
-                    shutil.rmtree(path)
-                dist.barrier()
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(path)
+            dist.barrier()
+        late = torch.tensor(time.monotonic() - began > budget)
+        dist.broadcast(late, 0)
+        if late:
+            break
     memory = background(rank, places[0], state)
     if rank == 0:
         Path(work, "figures").write_text(json.dumps({"figures": figures, "async": memory}))
@@ -292,6 +304,7 @@ def planning(ranks: int, tensors: int) -> dict[str, float]:
 @click.command()
 @click.option("--gigabytes", type=click.FloatRange(0.01), default=2.0, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--time-budget", type=float, default=1e9, help="Seconds; begins no round after it.")
 @click.option("--planning-ranks", type=click.IntRange(4), default=1000, show_default=True)
 @click.option("--directory", "directories", multiple=True, help="Where.  [default: memory, disk]")
 @click.option(
@@ -301,7 +314,12 @@ def planning(ranks: int, tensors: int) -> dict[str, float]:
     help="The result file, or - for none.",
 )
 def main(
-    gigabytes: float, rounds: int, planning_ranks: int, directories: tuple[str, ...], out: Path
+    gigabytes: float,
+    rounds: int,
+    time_budget: float,
+    planning_ranks: int,
+    directories: tuple[str, ...],
+    out: Path,
 ) -> None:
     """Measure saving and loading by two ranks."""
     names = list(WAYS)
@@ -325,7 +343,8 @@ def main(
         places = list(directories) or [memory, disk]
         labels = dict(zip(places, directories or ("in memory (tmpfs)", "on a disk"), strict=True))
         start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-        start(measure, (disk, places, int(gigabytes * 1e9), rounds, names), nprocs=RANKS)
+        arguments_of = disk, places, int(gigabytes * 1e9), rounds, names, time_budget
+        start(measure, arguments_of, nprocs=RANKS)
         found = json.loads(Path(disk, "figures").read_text())
     for key, figures in found["figures"].items():
         what, place, unit = key.split("|")
