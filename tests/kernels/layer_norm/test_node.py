@@ -126,6 +126,24 @@ def test_only_the_gradients_that_are_needed_are_computed(
     assert layer.configuration.made[-1][2:] == tuple(bool(needed >> bit & 1) for bit in range(3))
 
 
+@pytest.mark.parametrize("centered", [True, False])
+def test_gradients_that_keep_their_graph_are_right_where_one_norm_is_applied_twice(
+    node: ModuleType, centered: bool
+) -> None:
+    layer = Layer(node, centered=centered, bias=centered)
+    x = torch.randn(5, *SHAPE).requires_grad_()
+    leaves = layer.leaves(x)
+
+    def gradients(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        once = torch.autograd.grad(norm(norm(x) * 1.7).pow(3).sum(), leaves, create_graph=True)
+        penalty = sum(gradient.double().square().sum() for gradient in once)
+        twice = torch.autograd.grad(penalty, leaves, allow_unused=True)  # type: ignore[arg-type]
+        return (*once, *(t for t in twice if t is not None))
+
+    for ours, reference in zip(gradients(layer), gradients(layer.reference), strict=True):
+        torch.testing.assert_close(ours.double(), reference.double(), rtol=1e-4, atol=1e-3)
+
+
 def test_a_leaf_left_out_of_the_backward_pass_is_not_computed(node: ModuleType) -> None:
     layer = Layer(node)
     x = torch.randn(5, *SHAPE).requires_grad_()

@@ -207,6 +207,9 @@ def watched_backward(
     # As the kernels compute: in fp32 where any of the types is.
     dtype = torch.promote_types(configuration.y_dtype, configuration.affine_dtype or x.dtype)
     with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        # Aliases: x may itself be made with this weight (one norm applied twice), and the paths
+        # through x's own history are the caller's to follow.
+        x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
         bias = None
         if needed[2]:  # its value does not enter the gradients
             bias = x.new_zeros(shape, dtype=configuration.affine_dtype).requires_grad_()
