@@ -57,4 +57,4 @@ native-in-place:
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache src/hfai/kernels/_launch*.so src/ffrecord/_native*.so \
-	  src/hfreduce/_engine*.so src/hfai/client/_worker_signals*.so
+	  src/hfreduce/_engine*.so src/hfai/client/_worker_signals*.so src/hfai/checkpoint/_transfer*.so

@@ -4,11 +4,17 @@
     python benchmarks/checkpoint.py --gigabytes 0.1 --rounds 1 --planning-ranks 8 --out -
 
 Every rank holds half of a state of DTensors, in the shapes of a transformer with Adam's states. All
-ways flush their files (DCP with `sync_files`, its default; torch.save and safetensors by fsync),
-and all load into tensors that exist. torch.save and safetensors write a file a rank, which no other
-number of ranks could load. Only hfai hashes. A round runs all ways in turn, each round starting
-with another; a figure is of the slower rank, from a barrier to a barrier. What is loaded is
-compared. Planning is counted in seconds of the processor, of one core.
+ways flush their files (DCP with `sync_files`, its default; the others by fsync), and all load into
+tensors that exist. Only hfai compares what it loads with hashes. Of DCP's settings the baseline is
+the fastest here: one thread, and no CRC-32, which torch computes by default and never compares.
+torch.save and safetensors write a file a rank, which no other number of ranks could load. "The
+system calls alone" writes and reads each tensor in a file a rank by one call: what copying costs.
+
+A round runs all ways in turn, each round starting with another; a figure is of the slower rank,
+from a barrier to a barrier. What is loaded is compared, in the first round. Before a save each rank
+fills as much memory as it is about to write, and frees it: a virtual machine's host takes back
+pages that are free, and giving them again is slower than writing. Planning is counted in seconds of
+the processor, of one core.
 
 Files are in the page cache when they are loaded: the disk is not measured there.
 """
@@ -16,6 +22,7 @@ Files are in the page cache when they are loaded: the disk is not measured there
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -36,13 +43,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 from benchmarks.harness import machine, result, ways
 from hfai import checkpoint
 from hfai.checkpoint.format import Commit, Index, Slice, decode_index, digest, lay_out
-from hfai.checkpoint.parts import Part
+from hfai.checkpoint.parts import Part, bytes_of
 from hfai.checkpoint.plan import plan
 
 RANKS = 2
 TENSORS = 2000  # of the simulated plan
-BASELINE = "torch DCP"
-WAYS = ("hfai", BASELINE, "torch DCP, 2 threads", "torch.save, a file a rank")
+BASELINE = "torch DCP, no CRC-32"
+DCP_DEFAULT, DCP_THREADS = "torch DCP as it comes", "torch DCP, no CRC-32, 2 threads"
+CALLS = "the system calls alone"
+WAYS = ("hfai", BASELINE, DCP_DEFAULT, DCP_THREADS, "torch.save, a file a rank", CALLS)
 SAFETENSORS = "safetensors, a file a rank"
 UNITS = ("GB/s", "GB per second of a core")
 State = dict[str, Any]
@@ -93,19 +102,20 @@ def way_functions(way: str, place: str, rank: int) -> tuple[Callable[[State], No
             lambda state: checkpoint.load_into(place, state, threads=1) and None,
         )
     if way.startswith("torch DCP"):
-        threads = 2 if "2 threads" in way else 1
+        threads = 2 if way == DCP_THREADS else 1
+
+        def dcp_save(state: State) -> None:
+            torch.serialization.set_crc32_options(way == DCP_DEFAULT)
+            writer = dcp.FileSystemWriter(place, thread_count=threads, sync_files=True)
+            dcp.save(state, storage_writer=writer)
+            torch.serialization.set_crc32_options(True)
+
         return (
-            lambda state: (
-                dcp.save(
-                    state,
-                    storage_writer=dcp.FileSystemWriter(
-                        place, thread_count=threads, sync_files=True
-                    ),
-                )
-                and None
-            ),
+            dcp_save,
             lambda state: dcp.load(state, storage_reader=dcp.FileSystemReader(place)),
         )
+    if way == CALLS:
+        return functools.partial(write_by_calls, file), functools.partial(read_by_calls, file)
 
     def save(state: State) -> None:
         os.makedirs(place, exist_ok=True)
@@ -130,6 +140,31 @@ def way_functions(way: str, place: str, rank: int) -> tuple[Callable[[State], No
     return save, load
 
 
+def write_by_calls(file: str, state: State) -> None:
+    """Write each tensor by one call, and flush."""
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for tensor in local_of(state).values():
+        if os.write(descriptor, bytes_of(tensor)) != tensor.nbytes:
+            raise OSError(f"{file}: a short write")
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def read_by_calls(file: str, state: State) -> None:
+    """Read each tensor by one call."""
+    descriptor = os.open(file, os.O_RDONLY)
+    for tensor in local_of(state).values():
+        if os.readv(descriptor, [bytes_of(tensor)]) != tensor.nbytes:
+            raise OSError(f"{file}: a short read")
+    os.close(descriptor)
+
+
+def warm(size: int) -> None:
+    """Have so much memory, and give it back."""
+    torch.ones(size, dtype=torch.uint8)
+
+
 def timed(call: Callable[[], object]) -> tuple[float, float]:
     """Return the seconds from all ranks' start to all ranks' end, and those of all processors."""
     dist.barrier()
@@ -141,7 +176,13 @@ def timed(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure(
-    rank: int, work: str, places: list[str], size: int, rounds: int, names: list[str]
+    rank: int,
+    work: str,
+    places: list[str],
+    size: int,
+    rounds: int,
+    names: list[str],
+    budget: float,
 ) -> None:
     """Run all rounds in one rank; rank 0 writes the figures."""
     torch.set_num_threads(1)
@@ -171,23 +212,29 @@ def measure(
         if rank == 0:
             shutil.rmtree(f"{places[0]}/first")
         dist.barrier()
-    for place in places:
-        for turn in range(rounds):
-            for step in range(len(names)):
-                way = names[(turn + step) % len(names)]
-                path = f"{place}/{way.partition(',')[0].replace(' ', '-')}-{step}"
-                save, load = way_functions(way, path, rank)
-                note("save", place, way, timed(functools.partial(save, state)))
+    began = time.monotonic()
+    for turn in range(rounds):
+        for place, step in itertools.product(places, range(len(names))):
+            way, path = names[(turn + step) % len(names)], f"{place}/{step}"
+            save, load = way_functions(way, path, rank)
+            warm(total // RANKS)
+            note("save", place, way, timed(functools.partial(save, state)))
+            if turn == 0:
                 for tensor in local_of(target).values():
                     tensor.zero_()
-                note("load", place, way, timed(functools.partial(load, target)))
+            note("load", place, way, timed(functools.partial(load, target)))
+            if turn == 0:
                 for name, tensor in local_of(target).items():
                     if not torch.equal(tensor, state[name].to_local()):
                         raise RuntimeError(f"{way} loads {name} wrongly")
-                dist.barrier()
-                if rank == 0:
-                    shutil.rmtree(path)
-                dist.barrier()
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(path)
+            dist.barrier()
+        late = torch.tensor(time.monotonic() - began > budget)
+        dist.broadcast(late, 0)
+        if late:
+            break
     memory = background(rank, places[0], state)
     if rank == 0:
         Path(work, "figures").write_text(json.dumps({"figures": figures, "async": memory}))
@@ -257,6 +304,7 @@ def planning(ranks: int, tensors: int) -> dict[str, float]:
 @click.command()
 @click.option("--gigabytes", type=click.FloatRange(0.01), default=2.0, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--time-budget", type=float, default=1e9, help="Seconds; begins no round after it.")
 @click.option("--planning-ranks", type=click.IntRange(4), default=1000, show_default=True)
 @click.option("--directory", "directories", multiple=True, help="Where.  [default: memory, disk]")
 @click.option(
@@ -266,7 +314,12 @@ def planning(ranks: int, tensors: int) -> dict[str, float]:
     help="The result file, or - for none.",
 )
 def main(
-    gigabytes: float, rounds: int, planning_ranks: int, directories: tuple[str, ...], out: Path
+    gigabytes: float,
+    rounds: int,
+    time_budget: float,
+    planning_ranks: int,
+    directories: tuple[str, ...],
+    out: Path,
 ) -> None:
     """Measure saving and loading by two ranks."""
     names = list(WAYS)
@@ -290,7 +343,8 @@ def main(
         places = list(directories) or [memory, disk]
         labels = dict(zip(places, directories or ("in memory (tmpfs)", "on a disk"), strict=True))
         start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-        start(measure, (disk, places, int(gigabytes * 1e9), rounds, names), nprocs=RANKS)
+        arguments_of = disk, places, int(gigabytes * 1e9), rounds, names, time_budget
+        start(measure, arguments_of, nprocs=RANKS)
         found = json.loads(Path(disk, "figures").read_text())
     for key, figures in found["figures"].items():
         what, place, unit = key.split("|")

@@ -97,7 +97,7 @@ def test_names_do_not_depend_on_wrappers(tmp_path: Path) -> None:
     plain = Model()
     checkpoint.load_into(tmp_path / "a", plain)
     assert torch.equal(plain.inner.weight, compiled.inner.weight)
-    parallel = nn.DataParallel(Model())
+    parallel = nn.DataParallel(Model()).cpu()  # it goes to a GPU by itself
     checkpoint.load_into(tmp_path / "a", parallel)
     assert torch.equal(parallel.module.inner.weight, plain.inner.weight)
 

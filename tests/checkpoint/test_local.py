@@ -74,7 +74,7 @@ def test_what_a_kill_leaves_of_a_removed_checkpoint_goes_with_the_next_save(tmp_
 
 def test_what_killed_saves_of_a_name_left_goes_with_its_next_save(tmp_path: Path) -> None:
     for name in ("a", "a.b"):
-        killed_in("_put_in_place", lambda name=name: checkpoint.save(tmp_path / name, ONE))
+        killed_in("put_in_place", lambda name=name: checkpoint.save(tmp_path / name, ONE))
     assert len(os.listdir(tmp_path)) == 2
     checkpoint.save(tmp_path / "a", ONE)
     left = sorted(os.listdir(tmp_path))

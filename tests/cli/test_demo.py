@@ -159,12 +159,12 @@ def test_ctrl_c_leaves_all_there_is(stopped: Done, stopped_out: Path) -> None:
     assert "add --resume to go on" in stopped.stdout
     assert "torch against hfai: not measured" in stopped.stdout
     names = sorted(path.name for path in stopped_out.iterdir())
-    assert names == ["figures.json", "loss.png", "resume.pt"]
+    assert names == ["figures.json", "loss.png", "resume"]
     read = figures(stopped_out)
     assert 1 <= read["training"]["steps_done"] == len(read["training"]["losses"]) < 60
     assert read["interrupted"] is True
     assert read["comparison"] is None
-    place = RunState.load(stopped_out / "resume.pt").place  # in the middle of the first epoch
+    place = RunState.load(stopped_out / "resume").place  # in the middle of the first epoch
     assert (place["epoch"], place["consumed"]) == (0, 16 * read["training"]["steps_done"])
     assert place["consumed"] < place["n"]
 
@@ -177,7 +177,7 @@ def test_a_run_stopped_twice_ends_with_the_same_bits_as_an_unbroken_one(
     stopped_out: Path,
     tmp_path: Path,
 ) -> None:
-    shutil.copy(stopped_out / "resume.pt", tmp_path)
+    shutil.copytree(stopped_out / "resume", tmp_path / "resume")
     first = figures(stopped_out)["training"]["steps_done"]
     arguments = ("--resume", "--device", "cpu", "--out", tmp_path)
     second = first + 5
@@ -196,7 +196,7 @@ def test_a_run_stopped_twice_ends_with_the_same_bits_as_an_unbroken_one(
     training = figures(tmp_path)["training"]
     assert training["resumed_from"] == second
     assert training["losses"] == figures(out)["training"]["losses"]
-    assert not (tmp_path / "resume.pt").exists()
+    assert not (tmp_path / "resume").exists()
     ours = torch.load(tmp_path / "model.pt", weights_only=True)
     unbroken = torch.load(out / "model.pt", weights_only=True)
     assert list(ours) == list(unbroken)
@@ -276,7 +276,7 @@ REFUSED = {
     ),
     "option": (["--stepz", "5"], ["No such option", "--stepz", "--steps"]),
     "nprocs": (["--nprocs", "3", "--device", "cpu"], ["--nprocs 3", "multiple of 3"]),
-    "resume": (["--resume", "--out", "nowhere"], ["nowhere/resume.pt does not exist", "--out"]),
+    "resume": (["--resume", "--out", "nowhere"], ["nowhere/resume does not exist", "--out"]),
 }
 
 
@@ -311,31 +311,33 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(demo: Callable[..., Done
 def test_resuming_as_something_else_is_refused_in_one_line(
     demo: Callable[..., Done], stopped: Done, stopped_out: Path
 ) -> None:
-    before = (stopped_out / "resume.pt").read_bytes()
+    before = (stopped_out / "resume" / "COMMIT").read_bytes()
     done = demo("--resume", "--model", "base", "--out", stopped_out)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "--model base was given" in done.stderr
     assert "has tiny: leave --model out" in done.stderr
-    assert (stopped_out / "resume.pt").read_bytes() == before
+    assert (stopped_out / "resume" / "COMMIT").read_bytes() == before
 
 
-def test_a_damaged_resume_file_is_refused_in_one_line(
+def test_a_damaged_checkpoint_is_refused_in_one_line(
     demo: Callable[..., Done], stopped: Done, stopped_out: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "resume.pt").write_bytes((stopped_out / "resume.pt").read_bytes()[:-10])
+    shutil.copytree(stopped_out / "resume", tmp_path / "resume")
+    shard = tmp_path / "resume" / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
     done = demo("--resume", "--out", tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "resume.pt cannot be resumed from" in done.stderr
+    assert "resume cannot be resumed from" in done.stderr
 
 
 def test_a_loss_that_is_no_number_is_a_failed_check(
     demo: Callable[..., Done], stopped: Done, stopped_out: Path, tmp_path: Path
 ) -> None:
-    state = RunState.load(stopped_out / "resume.pt")
+    state = RunState.load(stopped_out / "resume")
     state.model["output_bias"].fill_(float("nan"))
-    state.save(tmp_path / "resume.pt")
+    state.save(tmp_path / "resume")
     done = demo("--resume", "--device", "cpu", "--out", tmp_path)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

@@ -92,5 +92,5 @@ def test_a_stopped_run_says_what_is_missing_and_how_to_go_on(
     (tmp_path / "model.pt").write_bytes(b"of an earlier run")
     print_files(Console(file=file, width=100), tmp_path, outcome, has_curve=False)
     first, second = file.getvalue().splitlines()
-    assert first == f"written: figures.json, resume.pt in {tmp_path}"
+    assert first == f"written: figures.json, resume in {tmp_path}"
     assert second == "stopped after step 0 of 2: add --resume to go on"

@@ -1,4 +1,4 @@
-"""The resume file: goes on to the same bits, and is whole or refused."""
+"""The stopped run: goes on to the same bits, and is whole or refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hfai import checkpoint
 from hfai.demo.batches import Batch
 from hfai.demo.settings import Settings
 from hfai.demo.state import RunState
@@ -16,7 +17,7 @@ from hfai.demo.train import Trainer
 
 @pytest.fixture
 def saved(trainer: Trainer, settings: Settings, on_device: list[Batch], tmp_path: Path) -> Path:
-    """The resume file of a run after two steps."""
+    """The checkpoint of a run after two steps."""
     losses = [trainer.step(batch, 1e-3).item() for batch in on_device[:2]]
     state = RunState(
         settings,
@@ -27,8 +28,8 @@ def saved(trainer: Trainer, settings: Settings, on_device: list[Batch], tmp_path
         trainer.model.state_dict(),
         trainer.optimizer.state_dict(),
     )
-    state.save(tmp_path / "resume.pt")
-    return tmp_path / "resume.pt"
+    state.save(tmp_path / "resume")
+    return tmp_path / "resume"
 
 
 def test_what_is_saved_is_loaded(saved: Path, settings: Settings, trainer: Trainer) -> None:
@@ -62,63 +63,56 @@ def test_saving_replaces_the_old_state_and_leaves_nothing_else(saved: Path) -> N
     assert list(saved.parent.iterdir()) == [saved]
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
+def test_what_is_not_there_is_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        RunState.load(tmp_path / "resume.pt")
+        RunState.load(tmp_path / "resume")
 
 
-def test_every_flipped_bit_is_noticed(saved: Path) -> None:
-    whole = saved.read_bytes()
-    noticed = 0
-    places = range(100, len(whole) - 100, len(whole) // 40)
-    for place in places:
-        broken = bytearray(whole)
-        broken[place] ^= 0x10
-        saved.write_bytes(broken)
-        try:
-            state = RunState.load(saved)
-        except ValueError as error:
-            assert str(saved) in str(error)  # noqa: PT017  # some bits lie in unused padding
-            assert "without --resume" in str(error)  # noqa: PT017
-            noticed += 1
-        else:
-            saved.write_bytes(whole)
-            intact = RunState.load(saved)
-            for name, tensor in intact.model.items():
-                assert torch.equal(state.model[name], tensor)
-    assert noticed > 0.9 * len(places)
+def test_every_flipped_bit_is_noticed_or_harmless(saved: Path) -> None:
+    whole = RunState.load(saved)
+    noticed, places = 0, 0
+    for file in sorted(saved.iterdir()):
+        content = file.read_bytes()
+        for place in range(0, len(content), max(1, len(content) // 10)):
+            places += 1
+            broken = bytearray(content)
+            broken[place] ^= 0x10
+            file.write_bytes(broken)
+            try:
+                state = RunState.load(saved)
+            except ValueError as error:
+                assert str(saved) in str(error)  # noqa: PT017  # some bits lie in unused padding
+                assert "without --resume" in str(error)  # noqa: PT017
+                noticed += 1
+            else:
+                for name, tensor in whole.model.items():
+                    assert torch.equal(state.model[name], tensor)
+        file.write_bytes(content)
+    assert noticed > 0.9 * places
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 not a zip file"])
-def test_another_file_is_refused_in_words(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "resume.pt").write_bytes(content)
-    with pytest.raises(ValueError, match=r"resume\.pt cannot be resumed from .*remove it"):
-        RunState.load(tmp_path / "resume.pt")
+def test_a_file_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "resume").write_bytes(b"hello")
+    with pytest.raises(ValueError, match=r"resume cannot be resumed from .*remove it"):
+        RunState.load(tmp_path / "resume")
 
 
-def test_a_truncated_file_is_refused_in_words(saved: Path) -> None:
-    saved.write_bytes(saved.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="cannot be resumed from"):
-        RunState.load(saved)
+def test_another_checkpoint_is_refused_in_words(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "resume", {"w": torch.ones(3)}, step=3)
+    with pytest.raises(ValueError, match=r"cannot be resumed from .*no format"):
+        RunState.load(tmp_path / "resume")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [{"weights": torch.zeros(3)}, torch.zeros(3), {"format": "hfai-demo-resume-0"}],
-    ids=["some model", "a tensor", "another format"],
-)
-def test_another_torch_file_is_refused_in_words(tmp_path: Path, content: object) -> None:
-    torch.save(content, tmp_path / "resume.pt")
-    with pytest.raises(ValueError, match=r"resume\.pt cannot be resumed from"):
-        RunState.load(tmp_path / "resume.pt")
+def test_a_directory_that_is_no_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    state = RunState.load(saved)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="no checkpoint"):
+        state.save(tmp_path / "mine")
+    assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
 
-def test_a_file_with_code_in_it_is_refused_and_not_run(tmp_path: Path) -> None:
-    class Malicious:
-        def __reduce__(self) -> tuple[object, tuple[str, str]]:
-            return open, (str(tmp_path / "ran"), "w")
-
-    torch.save({"format": "hfai-demo-resume-1", "settings": Malicious()}, tmp_path / "resume.pt")
-    with pytest.raises(ValueError, match="cannot be resumed from"):
-        RunState.load(tmp_path / "resume.pt")
-    assert not (tmp_path / "ran").exists()
+def test_a_finished_run_leaves_nothing(saved: Path) -> None:
+    RunState.remove(saved)
+    assert list(saved.parent.iterdir()) == []
+    RunState.remove(saved)

@@ -83,12 +83,7 @@ def save(
     """
     saver = _saver(group, threads, timeout)
     location = _locate(saver, path, storage)
-
-    def take() -> state.Captured:
-        return state.capture(
-            model, optimizer, scheduler, scaler, others, per_rank, rng, saver.peers.rank
-        )
-
+    take = _taking(saver, model, optimizer, scheduler, scaler, others, per_rank, rng)
     saver.save(location, take, step, epoch)
 
 
@@ -150,16 +145,17 @@ def save_async(
     """
     saver = _saver(group, threads, timeout)
     location = _locate(saver, path, storage)
-
-    def take() -> state.Captured:
-        return state.capture(
-            model, optimizer, scheduler, scaler, others, per_rank, rng, saver.peers.rank
-        )
-
+    take = _taking(saver, model, optimizer, scheduler, scaler, others, per_rank, rng)
     if pool is None:
         with saver.failing_together():
             pool = HostPool(host_budget)
     return begin(saver, location, take, step, epoch, pool, optimizer)
+
+
+def _taking(saver: Saver, *values: Any) -> Take:
+    """Return what gives the state, from `state.capture`'s arguments up to the rank."""
+    capture: Callable[..., state.Captured] = state.capture
+    return lambda: capture(*values, saver.peers.rank)
 
 
 def begin(

@@ -182,6 +182,8 @@ def decode_index(data: bytes, path: str) -> Index:
             content["own"],
             content["chunk"],
         )
+        if index.chunk < 1:
+            raise ValueError(f"its chunks have {index.chunk} bytes")
         for piece in index.slices:
             _check_slice(piece, index)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -207,7 +209,17 @@ def _check_slice(piece: Slice, index: Index) -> None:
 
 def hash_of(piece: Slice, chunk: int) -> str:
     """Return the hash of a slice's chunk of this number."""
-    return piece.hashes[_HASH * chunk : _HASH * (chunk + 1)]
+    return hashes_of(piece.hashes, chunk, 1)
+
+
+def hashes_of(hashes: str, first: int, count: int) -> str:
+    """Return the hashes of some chunks, back to back."""
+    return hashes[_HASH * first : _HASH * (first + count)]
+
+
+def hash_count(hashes: str) -> int:
+    """Return how many hashes lie back to back in a text."""
+    return len(hashes) // _HASH
 
 
 @dataclass(frozen=True)

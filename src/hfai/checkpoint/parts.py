@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -109,8 +110,20 @@ def _part_of_dtensor(name: str, dtype: str, tensor: Any) -> Part | None:
     count = math.prod(mesh.size(dim) for dim in copies)
     # Ranks that differ in their coordinates of `copies` alone hold the same boxes.
     shared = [None if dim in copies else at for dim, at in enumerate(coordinate)]
-    key = f"{mesh.mesh.flatten().tolist()[:1]}{tuple(mesh.mesh.shape)}{shared}"
+    key = f"{_description(mesh)}{shared}"
     return Part(name, dtype, tuple(tensor.shape), offsets, sizes, local, (count, replica, key))
+
+
+# torch computes a mesh's ranks anew each time it is asked for them.
+_descriptions: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def _description(mesh: Any) -> str:
+    """Return what tells a mesh from others."""
+    if mesh not in _descriptions:
+        ranks = mesh.mesh
+        _descriptions[mesh] = f"{ranks.flatten().tolist()[:1]}{tuple(ranks.shape)}"
+    return _descriptions[mesh]
 
 
 def box_of(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -20,7 +20,9 @@ from torch.distributed import distributed_c10d
 from hfai.checkpoint.errors import CheckpointError
 
 TIMEOUT = 1800.0  # seconds
-_PAUSES = 0.0005, 0.05  # seconds between two looks, at first and at last
+# Seconds between two looks: at first; at last, for each rank, so that many do not keep the store
+# busy; and at most.
+_PAUSES = 0.0002, 0.0005, 0.05
 _lock = threading.Lock()
 _uses: dict[str, int] = {}  # of each group in this process, so that keys are new each time
 
@@ -158,7 +160,7 @@ class Peers:
                     "or raise the timeout"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _PAUSES[1])
+            pause = min(2 * pause, self.world * _PAUSES[1], _PAUSES[2])
 
 
 @contextlib.contextmanager

@@ -10,19 +10,28 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.errors import DamagedCheckpointError, is_damage
-from hfai.checkpoint.format import DTYPES, Index, Slice, digest, hash_of
+from hfai.checkpoint.format import DTYPES, Index, Slice, hash_of, hashes_of
 from hfai.checkpoint.parallel import in_threads
-from hfai.checkpoint.parts import box, bytes_of, intersect, is_readable, is_run, linear
+from hfai.checkpoint.parts import (
+    box,
+    bytes_of,
+    flat_bytes,
+    intersect,
+    is_readable,
+    is_run,
+    linear,
+)
+from hfai.checkpoint.storage import Failure, Run
 
 _BAND = 16 << 20  # bytes of a buffer, more or less
-_BATCH = 1 << 20  # bytes of small tensors that are read by one call
+_LEAST = 4 << 20  # bytes of one piece of work
 
 
 class Wanted(NamedTuple):
@@ -40,12 +49,23 @@ class Wanted(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Bytes of a slice that are read to their place."""
+    """Bytes of a slice that are read to their place.
+
+    Attributes:
+        source: Whose file they are in.
+        slice: Of the tensor.
+        start: The first of them, in the slice.
+        out: Their place: memory, or a row of bytes on a device.
+    """
 
     source: Index
     slice: Slice
-    start: int  # the first byte in the slice
-    view: memoryview
+    start: int
+    out: memoryview | Tensor
+
+    @property
+    def length(self) -> int:
+        return len(self.out)
 
 
 class _Band(NamedTuple):
@@ -86,7 +106,11 @@ def read(
         MissingTensorError: A tensor is not there, or not all of it.
         OSError: A file cannot be read.
     """
-    tasks = _tasks(files, _match(files, list(wanted), first))
+    items = list(wanted)
+    # Enough pieces of work that threads end together.
+    total = sum(item.out.nbytes for item in items)
+    most = min(max(total // (4 * threads), _LEAST), files.location.at_once)
+    tasks = _tasks(files, _match(files, items, first), most)
 
     def work(task: list[_Run] | _Band) -> None:
         if isinstance(task, _Band):
@@ -94,7 +118,7 @@ def read(
             progress(task.out.numel() * task.out.element_size())
         else:
             _read_runs(files, task)
-            progress(sum(len(run.view) for run in task))
+            progress(sum(run.length for run in task))
 
     in_threads(work, tasks, threads)
 
@@ -165,38 +189,60 @@ def _match(
 def _tasks(
     files: CheckpointFiles,
     matches: Iterator[tuple[Index, Slice, Wanted, tuple[int, ...], tuple[int, ...]]],
+    most: int,
 ) -> Iterator[list[_Run] | _Band]:
-    """Yield pieces of work; small runs that follow each other in a file are one."""
-    batch: list[_Run] = []
+    """Yield pieces of work: runs of one file that follow each other, or a band.
+
+    Args:
+        files: The checkpoint.
+        matches: What is wanted of which slice.
+        most: Bytes of a piece of work, more or less.
+    """
+    group: list[_Run] = []
     size = 0
     for index, piece, item, offsets, sizes in matches:
         there = tuple(a - b for a, b in zip(offsets, piece.offsets, strict=True))
         here = tuple(a - b for a, b in zip(offsets, item.offsets, strict=True))
-        out = box(item.out, here, sizes)
         shape = tuple(item.out.shape)
-        direct = is_readable(item.out) and is_run(sizes, shape) and is_run(sizes, piece.sizes)
+        whole = _place_of(item.out) if is_run(sizes, shape) and is_run(sizes, piece.sizes) else None
+        if whole is None:
+            yield from _bands(index, piece, there, box(item.out, here, sizes))
+            continue
         width = DTYPES[piece.dtype][1]
-        if not direct:
-            yield from _bands(index, piece, there, out)
-            continue
-        whole = bytes_of(item.out)
-        begin = linear(here, shape) * width
         start = linear(there, piece.sizes) * width
+        shift = linear(here, shape) * width - start
         length = math.prod(sizes) * width
-        if length < _BATCH:
-            if batch and (batch[-1].source is not index or size + length > _BATCH):
-                yield batch
-                batch, size = [], 0
-            batch.append(_Run(index, piece, start, whole[begin : begin + length]))
-            size += length
-            continue
-        at = start
-        while at < start + length:  # whole chunks, and what is left at both ends
-            end = min((at // index.chunk + 1) * index.chunk, start + length)
-            yield [_Run(index, piece, at, whole[begin + at - start : begin + end - start])]
-            at = end
-    if batch:
-        yield batch
+        longest = most if isinstance(whole, memoryview) else min(most, _BAND)
+        for at, end in _cuts(start, start + length, piece.length, index.chunk, longest):
+            if group and (group[-1].source is not index or size + end - at > most):
+                yield group
+                group, size = [], 0
+            group.append(_Run(index, piece, at, whole[at + shift : end + shift]))
+            size += end - at
+    if group:
+        yield group
+
+
+def _place_of(out: Tensor) -> memoryview | Tensor | None:
+    """Return a tensor's memory as bytes; None where its values do not lie there row by row."""
+    if is_readable(out):
+        return bytes_of(out)
+    if out.device.type == "cpu" or not out.is_contiguous() or out.is_conj() or out.is_neg():
+        return None
+    return flat_bytes(out.detach())
+
+
+def _cuts(start: int, end: int, length: int, chunk: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes of a slice of `length` into runs of whole chunks, and what is left at both ends."""
+    at = start
+    while at < end:
+        last = end if end == length else end // chunk * chunk  # of the whole chunks
+        if at % chunk or at >= last:
+            stop = min(end, (at // chunk + 1) * chunk)
+        else:
+            stop = min(last, at + max(most // chunk, 1) * chunk)
+        yield at, stop
+        at = stop
 
 
 def _bands(index: Index, piece: Slice, offsets: tuple[int, ...], out: Tensor) -> Iterator[_Band]:
@@ -212,51 +258,49 @@ def _bands(index: Index, piece: Slice, offsets: tuple[int, ...], out: Tensor) ->
 
 
 def _read_runs(files: CheckpointFiles, runs: list[_Run]) -> None:
-    """Read runs of one file, those that follow each other by one call."""
-    file = files.file(runs[0].source)
-    exact = [run for run in runs if not files.verify or _is_whole(run)]
-    at = 0
-    while at < len(exact):
-        end = at + 1
-        while end < len(exact) and _place(exact[end - 1]) + len(exact[end - 1].view) == _place(
-            exact[end]
-        ):
-            end += 1
-        group = exact[at:end]
-        _fill(files, file, group[0], _place(group[0]), [run.view for run in group])
-        at = end
-    for run in exact:
-        _check(files, run.source, run.slice, run.start, run.view)
+    """Read runs of one file."""
+    direct = [
+        run
+        for run in runs
+        if isinstance(run.out, memoryview) and (not files.verify or _is_whole(run))
+    ]
+    _fill(files, [(run.source, run.slice, run.start, run.out) for run in direct])  # type: ignore[misc]
+    if len(direct) == len(runs):
+        return
+    done = set(map(id, direct))
     for run in runs:
-        if files.verify and not _is_whole(run):
-            found = _read_chunks(files, run.source, run.slice, run.start, len(run.view))
-            run.view[:] = found
-
-
-def _place(run: _Run) -> int:
-    return run.slice.begin + run.start
+        if id(run) in done:
+            continue
+        if isinstance(run.out, memoryview):
+            found = _read_chunks(files, run.source, run.slice, run.start, run.length)
+            run.out[:] = found
+        else:
+            found = _read_chunks(files, run.source, run.slice, run.start, run.length, pinned=True)
+            run.out.copy_(torch.frombuffer(found, dtype=torch.uint8))
 
 
 def _is_whole(run: _Run) -> bool:
     """Whether a run is made of whole chunks."""
-    end = run.start + len(run.view)
+    end = run.start + run.length
     at_end = end % run.source.chunk == 0 or end == run.slice.length
     return run.start % run.source.chunk == 0 and at_end
 
 
 def _read_chunks(
-    files: CheckpointFiles, index: Index, piece: Slice, start: int, length: int
+    files: CheckpointFiles,
+    index: Index,
+    piece: Slice,
+    start: int,
+    length: int,
+    pinned: bool = False,
 ) -> memoryview:
     """Return bytes of a slice, read with the whole chunks that they lie in."""
     first, end = start, start + length
     if files.verify:
         first = start // index.chunk * index.chunk
         end = min(piece.length, -(-end // index.chunk) * index.chunk)
-    buffer = _scratch(end - first)
-    view = bytes_of(buffer)
-    run = _Run(index, piece, first, view)
-    _fill(files, files.file(index), run, piece.begin + first, [view])
-    _check(files, index, piece, first, view)
+    view = bytes_of(_scratch(end - first, pinned))
+    _fill(files, [(index, piece, first, view)])
     return view[start - first : start - first + length]
 
 
@@ -277,60 +321,70 @@ def _read_band(files: CheckpointFiles, band: _Band) -> None:
     band.out.copy_(box(rows, (0, *band.offsets[1:]), sizes))
 
 
-def _fill(
-    files: CheckpointFiles, file: object, run: _Run, offset: int, views: list[memoryview]
-) -> None:
-    path = files.path_of(run.source.file)
-    try:
-        file.read_into(offset, views)  # type: ignore[attr-defined]
-    except EOFError:
-        raise DamagedCheckpointError(
-            f"{path} was cut short: it ends within {run.slice.name}",
-            path=path,
-            tensor=run.slice.name,
-            offset=offset,
-        ) from None
-    except OSError as error:
-        if not is_damage(error):
-            raise
-        raise DamagedCheckpointError(
-            f"{path} cannot be read at byte {offset}, in {run.slice.name}: {error}",
-            path=path,
-            tensor=run.slice.name,
-            offset=offset,
-        ) from error
-
-
-def _check(
-    files: CheckpointFiles, index: Index, piece: Slice, start: int, view: memoryview
-) -> None:
-    """Compare the hashes of whole chunks."""
-    if not files.verify:
+def _fill(files: CheckpointFiles, wanted: Sequence[tuple[Index, Slice, int, memoryview]]) -> None:
+    """Read bytes of one file's slices; those of whole chunks, if hashes are compared."""
+    if not wanted:
         return
-    for at in range(0, len(view), index.chunk):
-        chunk = (start + at) // index.chunk
-        found, expected = digest(view[at : at + index.chunk]), hash_of(piece, chunk)
-        if found != expected:
-            begin = piece.begin + start + at
-            end = begin + len(view[at : at + index.chunk])
-            path = files.path_of(index.file)
-            raise DamagedCheckpointError(
-                f"{path} is damaged in {piece.name}, bytes {begin} to {end}: expected the hash "
-                f"{expected}, found {found}",
-                path=path,
-                tensor=piece.name,
-                offset=begin,
-            )
+    runs = []
+    for index, piece, start, view in wanted:
+        hashes = ""
+        if files.verify:
+            count = -(-len(view) // index.chunk)
+            hashes = hashes_of(piece.hashes, start // index.chunk, count)
+        runs.append(Run(piece.begin + start, view, hashes))
+    index = wanted[0][0]
+    failure = files.file(index).read_runs(runs, index.chunk)
+    if failure is not None:
+        _, piece, start, view = wanted[failure.run]
+        _raise_failure(files, index, piece, start, view, failure)
+
+
+def _raise_failure(
+    files: CheckpointFiles,
+    index: Index,
+    piece: Slice,
+    start: int,
+    view: memoryview,
+    failure: Failure,
+) -> NoReturn:
+    path, begin = files.path_of(index.file), piece.begin + start
+    if failure.error is None:
+        expected = hash_of(piece, start // index.chunk + failure.chunk)
+        at = failure.chunk * index.chunk
+        begin, end = begin + at, begin + min(at + index.chunk, len(view))
+        what = (
+            f"is damaged in {piece.name}, bytes {begin} to {end}: expected the hash {expected}, "
+            f"found {failure.found}"
+        )
+    elif isinstance(failure.error, EOFError):
+        what = f"was cut short: it ends within {piece.name}"
+    elif is_damage(failure.error):
+        what = f"cannot be read at byte {begin}, in {piece.name}: {failure.error}"
+    else:
+        raise failure.error
+    raise DamagedCheckpointError(
+        f"{path} {what}", path=path, tensor=piece.name, offset=begin
+    ) from failure.error
 
 
 _buffers = threading.local()
 
 
-def _scratch(length: int) -> Tensor:
-    """Return memory that the thread uses again; pinned memory is not worth it for one copy."""
-    found: Tensor | None = getattr(_buffers, "memory", None)
+def _scratch(length: int, pinned: bool = False) -> Tensor:
+    """Return memory that the thread uses again.
+
+    Args:
+        length: Its bytes.
+        pinned: Page-locked, from which a GPU copies several times as fast. Making such memory takes
+            milliseconds, which is only worth it for what is used again.
+    """
+    name = "pinned" if pinned else "memory"
+    found: Tensor | None = getattr(_buffers, name, None)
     if found is None or found.numel() < length:
-        found = torch.empty(length, dtype=torch.uint8)
-        if length <= 2 * _BAND:
-            _buffers.memory = found
+        keep = length <= 2 * _BAND
+        pinned = pinned and keep and torch.cuda.is_available()
+        size = max(length, _BAND) if pinned else length
+        found = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        if keep:
+            setattr(_buffers, name, found)
     return found[:length]

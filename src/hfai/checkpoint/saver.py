@@ -7,9 +7,7 @@
 Ranks tell each other through keys of the group's store (see peers.py):
 
     token            rank 0's, once: what the generations of these saves begin with
-    N/names/RANK     of save N: the digest of the rank's names, types and shapes, and whether they
-                     are those of its save before; only a rank where they are not waits for others
-    N/list/RANK      the names themselves; written and read only where digests differ
+    N/names/RANK     of save N, and N/list/RANK: see meeting.py
     N/done/RANK      size of its shard, size and hash of its index; or its error
     N/outcome        rank 0's: "" or the error
 """
@@ -30,7 +28,7 @@ from torch import Tensor
 
 import hfai
 from hfai.checkpoint import running, shard, write
-from hfai.checkpoint.errors import CheckpointError, StateMismatchError
+from hfai.checkpoint.errors import CheckpointError
 from hfai.checkpoint.format import (
     FORMAT,
     STATE,
@@ -44,9 +42,10 @@ from hfai.checkpoint.format import (
     shard_name,
 )
 from hfai.checkpoint.handle import SaveHandle
-from hfai.checkpoint.parts import PRIVATE, Part, find_aliases, need_stored, part_of
+from hfai.checkpoint.meeting import Meeting, raise_error
+from hfai.checkpoint.parts import Part, find_aliases, need_stored, part_of
 from hfai.checkpoint.peers import Peers
-from hfai.checkpoint.plan import Planned, plan
+from hfai.checkpoint.plan import Planned
 from hfai.checkpoint.staging import HostPool
 from hfai.checkpoint.state import Captured
 from hfai.checkpoint.storage import Location, Writer
@@ -92,10 +91,7 @@ class Saver:
         self.peers, self.threads = peers, threads
         self._number = 0
         self._token = ""
-        self._signature: Any = None
-        self._planned: list[Planned] = []
-        self._alike = True
-        self._known: dict[str, list[Any]] = {}
+        self._meeting = Meeting(peers)
         self._running: SaveHandle | None = None
         self._turn = threading.RLock()  # of threads that save
         self.after_commit: Callable[[], None] = lambda: None
@@ -172,7 +168,7 @@ class Saver:
             names = [name for name in captured.tensors if name not in aliases]
             parts = [part_of(name, captured.tensors[name]) for name in names]
             held = [part for part in parts if part is not None]
-            planned = self._plan(number, held, captured)
+            planned = self._meeting.plan(number, held, captured.primary)
             layout = lay_out((p.slice for p in planned), generation, self.peers.rank)
             contents = shard.Contents(layout, _in_order(layout, planned, held))
             writer = location.writer(generation)
@@ -181,7 +177,7 @@ class Saver:
             raise
         return Prepared(
             number, self.peers.rank, generation, writer, location, layout, contents, captured,
-            aliases, self._alike, step, epoch,
+            aliases, self._meeting.alike, step, epoch,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -216,48 +212,6 @@ class Saver:
             else:
                 self._token = self.peers.wait(["token"], "the first save")[0].decode()
         return self._token
-
-    def _plan(self, number: int, parts: list[Part], captured: Captured) -> list[Planned]:
-        """Return what this rank writes; only where names or shapes have changed ask the others."""
-        signature = [part._replace(local=None) for part in parts]  # type: ignore[arg-type]
-        same = signature == self._signature
-        shared = [_description(p) for p in parts if not p.name.startswith(PRIVATE)]
-        text = "" if same else json.dumps(shared)
-        if self.peers.world > 1:
-            said = f"{number}/names/{self.peers.rank}"
-            self.peers.set(said, b"same" if same else digest(text.encode()).encode())
-        if same:
-            return self._planned
-        holders = self._meet(number, text, parts)
-        if self._alike:
-            self._known = {name: [dtype, shape] for name, dtype, shape, _ in shared}
-        self._planned = plan(parts, holders, captured.primary)
-        self._signature = signature
-        return self._planned
-
-    def _meet(self, number: int, text: str, parts: list[Part]) -> Any:
-        """Learn which ranks hold which plain tensors."""
-        world, rank = self.peers.world, self.peers.rank
-        if world == 1:
-            return lambda name: (1, 0, "")
-        keys = [f"{number}/names/{peer}" for peer in range(world)]
-        found = self.peers.wait(keys, f"save {number}")
-        for peer, text_of in enumerate(found):
-            if text_of == b"failed":
-                self.peers.wait([f"{number}/done/{peer}"], "fail", _raise_error)
-        if b"same" in found:
-            raise StateMismatchError(
-                f"names or shapes changed on rank {rank} since the save before, and not on rank "
-                f"{found.index(b'same')}: change them on all ranks between the same two saves"
-            )
-        self._alike = all(one == found[0] for one in found)
-        if self._alike:
-            return lambda name: (1, 0, "") if name.startswith(PRIVATE) else (world, rank, "all")
-        self.peers.set(f"{number}/list/{rank}", text.encode())
-        lists = self.peers.wait([f"{number}/list/{peer}" for peer in range(world)], "the save")
-        rows = [json.loads(one) for one in lists]
-        self._known = {name: [dtype, shape] for each in rows for name, dtype, shape, _ in each}
-        return _holders(rank, rows)
 
     def _complete(self, prepared: Prepared, write_shard: Any) -> None:
         """Write this rank's files, and let rank 0 commit; the same outcome on all ranks."""
@@ -311,7 +265,7 @@ class Saver:
         """Wait for all ranks, then make the checkpoint appear."""
         peers, generation, writer = self.peers, prepared.generation, prepared.writer
         keys = [f"{prepared.number}/done/{rank}" for rank in range(peers.world)]
-        reports = [json.loads(text) for text in peers.wait(keys, "finish the save", _raise_error)]
+        reports = [json.loads(text) for text in peers.wait(keys, "finish the save", raise_error)]
 
         def name_of(name: str) -> str:
             return prepared.location.name_of(name, generation)
@@ -321,7 +275,7 @@ class Saver:
             "version": VERSION,
             "generation": generation,
             "complete": prepared.alike,
-            "tensors": self._known,
+            "tensors": self._meeting.known,
             "aliases": dict(prepared.aliases),
             "values": prepared.captured.values,
         }
@@ -372,7 +326,7 @@ class Saver:
         if str(error).startswith(_FAILED):
             text = str(error)
         try:
-            self._signature = None  # so that all ranks tell each other all names again
+            self._meeting.forget()
             if self.peers.world > 1:
                 said = f"{number}/names/{self.peers.rank}"
                 if not self.peers.has(said):
@@ -397,38 +351,6 @@ def _in_order(layout: Layout, planned: Sequence[Planned], parts: Sequence[Part])
     """Return the values of a layout's slices."""
     found = {(p.slice.name, p.slice.offsets): shard.local_of(p, parts) for p in planned}
     return [found[piece.name, piece.offsets] for piece in layout.slices]
-
-
-def _description(part: Part) -> list[Any]:
-    return [part.name, part.dtype, part.shape, part.replicas is None]
-
-
-def _holders(rank: int, lists: Sequence[Sequence[Any]]) -> Any:
-    """Return, for each plain tensor, how many ranks hold it, this one's place, and who they are."""
-    known: dict[str, tuple[list[int], Any]] = {}
-    for peer, rows in enumerate(lists):
-        for name, dtype, shape, plain in rows:
-            ranks, first = known.setdefault(name, ([], (dtype, shape, plain)))
-            if first != (dtype, shape, plain):
-                raise StateMismatchError(
-                    f"{name} is {first[0]} of {tuple(first[1])} on rank {ranks[0]}, and {dtype} of "
-                    f"{tuple(shape)} on rank {peer}: give different tensors different names"
-                )
-            ranks.append(peer)
-
-    def holders(name: str) -> tuple[int, int, str]:
-        if name.startswith(PRIVATE):
-            return 1, 0, ""
-        ranks = known[name][0]
-        return len(ranks), ranks.index(rank), str(ranks)
-
-    return holders
-
-
-def _raise_error(key: str, text: bytes) -> None:
-    found = json.loads(text)
-    if "error" in found:
-        raise CheckpointError(found["error"])
 
 
 def _need_size(writer: Writer, name: str, size: int) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hfai.checkpoint.format import ALIGNMENT, CHUNK, Layout, Slice, digest
+from hfai.checkpoint.format import ALIGNMENT, CHUNK, Layout, Slice
 from hfai.checkpoint.parts import Part, bytes_of, flat_bytes, is_readable
 from hfai.checkpoint.plan import Planned
 
@@ -94,17 +94,27 @@ class Contents:
         return {local.device for local in self._locals}
 
     def direct(self, segment: Segment) -> list[memoryview]:
-        """Return a segment's bytes, from the tensors' own memory."""
+        """Return a segment's chunks and the padding between them, from the tensors' own memory."""
+        return self._parts(segment, None)
+
+    def copied(self, segment: Segment, buffer: Tensor) -> list[memoryview]:
+        """Return the same of a segment that `copy` has put into a buffer."""
+        return self._parts(segment, bytes_of(buffer))
+
+    def _parts(self, segment: Segment, buffer: memoryview | None) -> list[memoryview]:
         views, at = [], 0
         for piece in segment.pieces:
             if piece.at > at:
-                views.append(_ZEROS[: piece.at - at])
-            view = self._views[piece.slice]
-            assert view is not None, "is_direct was not asked"
-            views.append(view[piece.start : piece.start + piece.length])
+                views.append(_padding(at, piece.at, buffer))
             at = piece.at + piece.length
+            if buffer is not None:
+                views.append(buffer[piece.at : at])
+            else:
+                view = self._views[piece.slice]
+                assert view is not None, "is_direct was not asked"
+                views.append(view[piece.start : piece.start + piece.length])
         if at < segment.length:
-            views.append(_ZEROS[: segment.length - at])
+            views.append(_padding(at, segment.length, buffer))
         return views
 
     def copy(self, segment: Segment, buffer: Tensor) -> None:
@@ -121,24 +131,17 @@ class Contents:
         if at < segment.length:
             buffer[at : segment.length].zero_()
 
-    def hash(self, segment: Segment, views: Sequence[memoryview]) -> None:
-        """Take the hashes of a segment's chunks, from views as `direct` gives them, or one."""
-        if len(views) == 1 and len(views[0]) == segment.length:
-            whole = views[0]
-            found = (whole[p.at : p.at + p.length] for p in segment.pieces)
-        else:
-            wanted = {piece.at for piece in segment.pieces}
-            places, at = [], 0
-            for view in views:
-                if at in wanted:
-                    places.append(view)
-                at += len(view)
-            found = (view for view in places)
-        for piece, view in zip(segment.pieces, found, strict=True):
-            self._hashes[piece.slice][piece.chunk] = digest(view)
+    def note(self, segment: Segment, hashes: Sequence[str]) -> None:
+        """Keep the hashes of a segment's parts, as `direct` and `copied` give them."""
+        found, at = iter(hashes), 0
+        for piece in segment.pieces:
+            if piece.at > at:
+                next(found)
+            self._hashes[piece.slice][piece.chunk] = next(found)
+            at = piece.at + piece.length
 
     def slices(self) -> tuple[Slice, ...]:
-        """Return the slices with their hashes, once all segments were hashed."""
+        """Return the slices with their hashes, once those of all segments were noted."""
         return tuple(
             piece._replace(hashes="".join(hashes))
             for piece, hashes in zip(self._layout.slices, self._hashes, strict=True)
@@ -170,6 +173,10 @@ def copy_range(local: Tensor, start: int, length: int, out: Tensor) -> None:
         local, first = local[row:last], first - row * width
     flat = local.reshape(-1)[first : first + count]
     out.copy_(flat_bytes(flat.contiguous()), non_blocking=True)
+
+
+def _padding(begin: int, end: int, buffer: memoryview | None) -> memoryview:
+    return _ZEROS[: end - begin] if buffer is None else buffer[begin:end]
 
 
 _ZEROS = memoryview(bytes(ALIGNMENT))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hfai.checkpoint.format import shard_name
 from hfai.checkpoint.parallel import in_threads
-from hfai.checkpoint.parts import bytes_of
 from hfai.checkpoint.shard import SEGMENT, Segment, segments
 from hfai.checkpoint.staging import HostPool
 from hfai.checkpoint.storage import Sink
@@ -24,9 +23,10 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def _sink(prepared: Prepared, rank_file: str) -> Iterator[Sink]:
+def _sink(prepared: Prepared, direct: bool) -> Iterator[Sink]:
     """Open the shard file, write its header, and close it for good if the block does not raise."""
-    sink = prepared.writer.create(rank_file, prepared.layout.size)
+    name = prepared.location.name_of(shard_name(prepared.rank), prepared.generation)
+    sink = prepared.writer.create(name, prepared.layout.size, direct)
     try:
         sink.write(0, [memoryview(prepared.layout.header)])
         yield sink
@@ -51,11 +51,10 @@ def directly(prepared: Prepared, threads: int) -> None:
                 buffers.one = _buffer(contents.devices())
             contents.copy(segment, buffers.one)
             _synchronize(contents.devices())
-            views = [bytes_of(buffers.one)[: segment.length]]
-        contents.hash(segment, views)
-        sink.write(segment.begin, views)
+            views = contents.copied(segment, buffers.one)
+        contents.note(segment, sink.write_hashed(segment.begin, views))
 
-    with _sink(prepared, _file(prepared)) as sink:
+    with _sink(prepared, direct=False) as sink:
         in_threads(write, segments(prepared.layout), 1 if prepared.location.ordered else threads)
 
 
@@ -94,7 +93,7 @@ class Staging:
         if not self._prepared.layout.slices:
             self._handle._set_staged([])
             return
-        with _sink(self._prepared, _file(self._prepared)) as sink:
+        with _sink(self._prepared, direct=True) as sink:
             writers = [
                 threading.Thread(target=self._write, args=(sink,), name="hfai-checkpoint-write")
                 for _ in range(self._threads)
@@ -136,9 +135,9 @@ class Staging:
                 for event in events:  # also of a save that failed: the buffer is used again
                     event.synchronize()
                 if not self._failed:
-                    views = [bytes_of(buffer)[: segment.length]]
-                    self._prepared.contents.hash(segment, views)
-                    sink.write(segment.begin, views)
+                    contents = self._prepared.contents
+                    views = contents.copied(segment, buffer)
+                    contents.note(segment, sink.write_hashed(segment.begin, views))
             except BaseException as error:
                 self._failed.append(error)
             finally:
@@ -151,10 +150,6 @@ class Staging:
                 for event in item[2]:
                     event.synchronize()
                 self._pool.release(item[1])
-
-
-def _file(prepared: Prepared) -> str:
-    return prepared.location.name_of(shard_name(prepared.rank), prepared.generation)
 
 
 def _buffer(devices: set[torch.device]) -> Tensor:

@@ -8,16 +8,20 @@ from __future__ import annotations
 import json as json_module
 import os
 import sys
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ffrecord.cli.progress import Progress
-    from hfai.checkpoint.storage import Location
+from hfai.cli.checkpoint_common import (
+    Group,
+    advance,
+    debug_option,
+    exists,
+    json_option,
+    progress_of,
+    size_text,
+    summary,
+)
 
 EXIT_CODES = """\b
 Exit codes:
@@ -28,56 +32,6 @@ Exit codes:
   130  stopped by Ctrl-C; nothing half-written is left
 """
 DIFFERENT = 3
-_MIB = 1 << 20
-_debug = False
-
-
-class Group(click.Group):
-    """A group whose errors are one line on stderr."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
-        except BrokenPipeError:
-            # The reader of our output has seen enough; Python would complain while it flushes.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(0)
-        except KeyboardInterrupt:
-            click.echo("hfai checkpoint: stopped", err=True)
-            ctx.exit(130)
-        except Exception as error:
-            if _debug:
-                raise
-            click.echo(f"hfai checkpoint: {_words(error)}", err=True)
-            ctx.exit(1)
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    line = " ".join(str(error).split())
-    if line and isinstance(error, (OSError, RuntimeError, ValueError, LookupError, ImportError)):
-        return line
-    return f"{type(error).__name__}: {line} (add --debug for the traceback)"
-
-
-def _set_debug(context: click.Context, option: click.Parameter, value: bool) -> None:
-    global _debug
-    _debug = value or _debug
-
-
-debug_option = click.option(
-    "--debug",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_set_debug,
-    help="Show the traceback of an error.",
-)
-json_option = click.option("--json", is_flag=True, help="Print one JSON object, and only that.")
 
 
 @click.group(cls=Group, epilog=EXIT_CODES)
@@ -87,45 +41,6 @@ def command() -> None:
 
     PATH is a checkpoint; DIRECTORY has checkpoints in it. Both may be URLs (s3://bucket/…).
     """
-
-
-def _advance(progress: Progress) -> Callable[[int], None]:
-    """Return what counts bytes from several threads and shows MiB."""
-    lock, rest = threading.Lock(), 0
-
-    def advance(count: int) -> None:
-        nonlocal rest
-        with lock:
-            done, rest = divmod(rest + count, _MIB)
-            if done:
-                progress(done)
-
-    return advance
-
-
-def _progress(what: str, total: int | None) -> Progress:
-    from ffrecord.cli.progress import Progress
-
-    mib = None if total is None else max(1, total // _MIB)
-    return Progress(f"{what} (MiB)", mib, program="hfai checkpoint")
-
-
-def _summary(location: Location) -> dict[str, Any]:
-    """Return what a checkpoint's commit record says."""
-    from hfai.checkpoint.contents import CheckpointFiles
-
-    with CheckpointFiles(location) as files:
-        commit = files.commit
-        return {
-            "path": files.path,
-            "step": commit.step,
-            "epoch": commit.epoch,
-            "created": commit.created,
-            "ranks": commit.world,
-            "files": len(commit.files) + 1,
-            "bytes": sum(size for size, _ in commit.files.values()),
-            "versions": dict(commit.versions),
-        }
 
 
 @command.command("list")
@@ -140,12 +55,12 @@ def list_command(directory: str, json: bool) -> None:
     place = locate(directory)
     rows, damaged = [], 0
     names = [""] if place.is_committed() else place.children()
-    if not names and not _exists(place):
+    if not names and not exists(place):
         raise FileNotFoundError(f"no such directory: {place.path}")
     for name in names:
         location = place.child(name) if name else place
         try:
-            rows.append({"name": name or os.path.basename(place.path), **_summary(location)})
+            rows.append({"name": name or os.path.basename(place.path), **summary(location)})
         except CheckpointError as error:
             damaged += 1
             rows.append({"name": name, "path": location.path, "error": str(error)})
@@ -161,19 +76,11 @@ def list_command(directory: str, json: bool) -> None:
                 continue
             step = "" if row["step"] is None else f"step {row['step']}"
             click.echo(
-                f"{row['name']:<{width}}  {row['created']}  {_size(row['bytes']):>10}  "
+                f"{row['name']:<{width}}  {row['created']}  {size_text(row['bytes']):>10}  "
                 f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}  {step}".rstrip()
             )
     if damaged:
         sys.exit(1)
-
-
-def _exists(location: Location) -> bool:
-    try:
-        location.files()
-    except OSError:
-        return False
-    return True
 
 
 @command.command()
@@ -187,7 +94,7 @@ def show(path: str, tensors: bool, json: bool) -> None:
     from hfai.checkpoint.storage import locate
 
     location = locate(path)
-    result = _summary(location)
+    result = summary(location)
     with CheckpointFiles(location) as files:
         places, aliases = files.slices(), files.aliases()
         result["tensors"] = {
@@ -208,7 +115,7 @@ def show(path: str, tensors: bool, json: bool) -> None:
     for key in ("path", "step", "epoch", "created", "ranks", "files"):
         if result[key] is not None:
             click.echo(f"{key:<8} {result[key]}")
-    click.echo(f"{'size':<8} {_size(result['bytes'])}, {len(rows)} tensors")
+    click.echo(f"{'size':<8} {size_text(result['bytes'])}, {len(rows)} tensors")
     click.echo(f"{'others':<8} {', '.join(result['values']) or 'none'}")
     if tensors:
         width = max(map(len, [*rows, *aliases, ""]))
@@ -259,8 +166,8 @@ def verify(path: str, threads: int, json: bool) -> None:
                     total = total_bytes(files)
                 except DamagedCheckpointError:
                     total = 0  # reported below, with all else that is damaged
-                with _progress("verify", total or None) as progress:
-                    found = verify_files(files, threads, _advance(progress))
+                with progress_of("verify", total or None) as progress:
+                    found = verify_files(files, threads, advance(progress))
                 unknown = unknown_files(files)
         except NoCheckpointError:
             raise
@@ -286,7 +193,7 @@ def verify(path: str, threads: int, json: bool) -> None:
                 f"{result['path']}/{name} belongs to no checkpoint; nothing reads it", err=True
             )
         state = f"{len(damaged)} damaged" if damaged else "every byte is as written"
-        click.echo(f"{result['path']}: {_size(result['bytes'])}, {state}")
+        click.echo(f"{result['path']}: {size_text(result['bytes'])}, {state}")
     if bad:
         sys.exit(1)
 
@@ -303,8 +210,8 @@ def diff(first: str, second: str, json: bool) -> None:
     """
     from hfai.checkpoint.compare import compare
 
-    with _progress("diff", None) as progress:
-        found = compare(first, second, _advance(progress))
+    with progress_of("diff", None) as progress:
+        found = compare(first, second, advance(progress))
     if json:
         click.echo(json_module.dumps(found._asdict()))
     else:
@@ -338,9 +245,9 @@ def convert(source: str, target: str, part: str, json: bool) -> None:
     if (local and os.path.lexists(target)) or (not local and locate(target).is_committed()):
         raise click.UsageError(f"{target} exists: remove it, or give another name")
     if target.endswith(".safetensors"):
-        with _progress("convert", None) as progress:
+        with progress_of("convert", None) as progress:
             count = convert_module.export_safetensors(
-                source, target, part=part, progress=_advance(progress)
+                source, target, part=part, progress=advance(progress)
             )
         result = {"kind": "safetensors", "tensors": count}
     elif os.path.isdir(source):
@@ -379,7 +286,7 @@ def prune(directory: str, keep: int, keep_every: int | None, dry_run: bool, json
     place = locate(directory)
     if place.is_committed():
         raise click.UsageError(f"{directory} is a checkpoint: give the directory that it is in")
-    if not _exists(place):
+    if not exists(place):
         raise FileNotFoundError(f"no such directory: {place.path}")
     removed = to_remove(place.children(), keep, keep_every)
     swept: list[str] = []
@@ -396,12 +303,3 @@ def prune(directory: str, keep: int, keep_every: int | None, dry_run: bool, json
         click.echo(f"removed {name}, which was never finished")
     if not removed and not swept:
         click.echo("nothing to remove")
-
-
-def _size(count: Any) -> str:
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

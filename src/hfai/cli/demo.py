@@ -61,7 +61,7 @@ Exit codes:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("hfai-demo"),
     show_default=True,
-    help="The directory for loss.png, figures.json, model.pt and resume.pt.",
+    help="The directory for loss.png, figures.json, model.pt and resume/.",
 )
 @click.option(
     "--nprocs",

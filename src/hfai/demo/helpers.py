@@ -102,7 +102,7 @@ class Helpers:
                 self._team.leave()
             raise HelperError(
                 f"{fallen}: the training ended with it; start again, with --resume where a "
-                f"resume.pt was written"
+                f"resume/ was written"
             ) from error
         self._team.leave()
         self._end(LEAVING_SECONDS)

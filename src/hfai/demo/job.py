@@ -55,7 +55,7 @@ def run(request: Request) -> int:
 
     Raises:
         SystemExit: with the code 75; the run was suspended.
-        UsageError: the request contradicts the machine or the resume file.
+        UsageError: the request contradicts the machine or the stopped run.
         OSError: a file cannot be written.
         MemoryError: the GPU's memory is too small.
     """
@@ -207,7 +207,7 @@ class Job:
 
     def work(self) -> None:
         """Train, compare and convert back, as far as signals and finite losses allow."""
-        outcome, resume_file = self.outcome, self.out / state.FILE_NAME
+        outcome, resume = self.outcome, self.out / state.FILE_NAME
         try:
             self._train()
         except DivergenceError as error:
@@ -225,7 +225,7 @@ class Job:
         if outcome.interrupted:
             self._save()
         elif outcome.passed:
-            resume_file.unlink(missing_ok=True)
+            RunState.remove(resume)
 
     def _train(self) -> None:
         start, earlier = time.perf_counter(), self.outcome.training_seconds
@@ -281,7 +281,7 @@ class Job:
         return [to_device(batch, self.device) for batch in islice(batches, count)]
 
     def _save(self) -> None:
-        """Write the resume file."""
+        """Write what --resume goes on with."""
         RunState(
             settings=self.settings,
             corpus_digest=self.corpus.digest,

@@ -29,7 +29,7 @@ class Request:
         device: "auto", "cpu" or "cuda".
         out: the directory of all files written.
         nprocs: processes that train together on this machine.
-        resume: go on with the run whose resume file is in `out`.
+        resume: go on with the run whose checkpoint is in `out`.
         suspend_after: the step after which the run asks itself to suspend, or None.
         json: print the figures as JSON on standard output, all else on standard error.
         command: as the user would type it again.

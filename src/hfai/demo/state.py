@@ -1,26 +1,25 @@
-"""The resume file: everything that a run needs to go on exactly where it stopped.
+"""The stopped run: everything that it needs to go on exactly where it stopped.
 
-It is one `torch.save` file of plain containers and tensors, read back with `weights_only=True`, so
-that opening someone else's file runs none of their code. It is written under another name and
-renamed, and its checksums (torch writes CRC-32 as any zip file has, but does not check them on
-loading) are checked before it is used.
+It is a checkpoint (`hfai.checkpoint`): whole or refused, replaced in one step, without pickles. The
+processes of `--nprocs` have the same weights, so that the one that was started saves alone.
 """
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hfai.atomic import replacing
+from hfai import checkpoint
+from hfai.checkpoint.api import default_threads
+from hfai.checkpoint.peers import Peers
+from hfai.checkpoint.saver import Saver
+from hfai.checkpoint.state import capture
+from hfai.checkpoint.storage import locate
 from hfai.demo.settings import Settings
 
-FILE_NAME = "resume.pt"
-FORMAT = "hfai-demo-resume-2"
+FILE_NAME = "resume"
+FORMAT = "hfai-demo-resume-3"
 
 
 @dataclass
@@ -47,53 +46,50 @@ class RunState:
 
     def save(self, path: Path) -> None:
         """Write the state to `path`, which holds the old state until the new one is whole."""
-        content = {
+        others = {
             "format": FORMAT,
             "settings": asdict(self.settings),
             "corpus_digest": self.corpus_digest,
             "losses": self.losses,
             "place": self.place,
             "seconds": self.seconds,
-            "model": self.model,
-            "optimizer": self.optimizer,
         }
-        with replacing(path) as file:
-            torch.save(content, file)
+        location = locate(path)
+        location.sweep_beside()
+        Saver(Peers.of_store(None, 0, 1), default_threads()).save(
+            location,
+            lambda: capture(self.model, self.optimizer, None, None, others, None, False, 0),
+            len(self.losses),
+            None,
+        )
 
     @classmethod
     def load(cls, path: Path) -> RunState:
         """Read a state, with its tensors on the CPU.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: the file is damaged, or not one that `save` wrote.
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, or not what `save` wrote.
         """
         try:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-            if damaged is not None:
-                raise ValueError(f"the checksum of {damaged} does not match")
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-                raise ValueError(f"it is no file of the format {FORMAT!r}")
+            content = checkpoint.load(path)
+            if content.pop("format", None) != FORMAT:
+                raise ValueError(f"it has no format {FORMAT!r}")
+            content.pop("step")
             settings = Settings(**content.pop("settings"))
             return cls(settings=settings, **content)
-        except FileNotFoundError:
-            raise
         except _UNREADABLE as error:
+            if isinstance(error, checkpoint.NoCheckpointError) and not path.exists():
+                raise FileNotFoundError(f"no such directory: {path}") from error
             raise ValueError(
                 f"{path} cannot be resumed from ({error}): remove it and start without --resume"
             ) from error
 
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove what `save` has written, if there is anything."""
+        locate(path).remove()
 
-# What zipfile, torch's reader and the constructors above raise for files that are something else.
-_UNREADABLE = (
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+
+# What reading and the constructors above raise for what is something else.
+_UNREADABLE = (LookupError, OSError, RuntimeError, TypeError, ValueError)

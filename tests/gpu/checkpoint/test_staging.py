@@ -74,3 +74,51 @@ def test_generators_of_all_devices_come_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(5, device="cuda"), expected)
     assert into["w"].tolist() == [1, 1, 1]
     assert checkpoint.load(tmp_path / "a", "cuda")["model"]["w"].is_cuda
+
+
+def test_buffers_are_page_locked_within_the_budget_and_given_back() -> None:
+    pool = HostPool(7 * SEGMENT)
+    pool.pin(True)
+    buffers = [pool.acquire() for _ in range(7)]
+    assert pool.allocated == 7 * SEGMENT
+    assert pool.acquire(lambda: True) is None
+    source = torch.arange(SEGMENT, device="cuda", dtype=torch.int64).to(torch.uint8)
+    for buffer in buffers:
+        assert buffer is not None
+        assert buffer.is_pinned()
+        assert buffer.data_ptr() % 4096 == 0
+        buffer.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    for buffer in buffers:
+        assert buffer is not None
+        assert torch.equal(buffer, source.cpu())
+        pool.release(buffer)
+    del buffer
+    buffers.clear()
+    before = _locked()
+    pool.trim()
+    assert pool.allocated == 0
+    assert before - _locked() >= 6 * SEGMENT
+
+
+def _locked() -> int:
+    """Return the bytes of this process's own memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def test_a_slice_loads_to_the_gpu_from_its_chunks_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    # Rows that are no multiple of a chunk, several chunks, strides, and a type of one byte.
+    state = {
+        "rows": torch.randn(1500, 3001),
+        "turned": torch.randn(900, 1700).t(),
+        "bytes": torch.randint(0, 255, (9_000_001,), dtype=torch.uint8),
+        "one": torch.tensor(2.5),
+    }
+    checkpoint.save(tmp_path / "a", state, rng=False)
+    into = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in state.items()}
+    into["turned"] = torch.zeros(1700, 900, device="cuda")
+    checkpoint.load_into(tmp_path / "a", into)
+    for name, tensor in state.items():
+        assert torch.equal(into[name].cpu(), tensor)

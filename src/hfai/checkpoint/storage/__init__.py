@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from hfai.checkpoint.storage.base import File, Location, Sink, Writer
+from hfai.checkpoint.storage.base import Failure, File, Location, Run, Sink, Writer
 from hfai.checkpoint.storage.local import LocalLocation
 
 if TYPE_CHECKING:
     from ffrecord import StoreOptions
 
-__all__ = ["File", "Location", "Sink", "Writer", "locate"]
+__all__ = ["Failure", "File", "Location", "Run", "Sink", "Writer", "locate"]
 
 PathLike = str | os.PathLike[str]
 

@@ -4,6 +4,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from hfai.checkpoint.format import digest, hash_count, hashes_of
+
+
+class Run(NamedTuple):
+    """Bytes of a file that are read to their place.
+
+    Attributes:
+        offset: The first one, in the file.
+        view: Their place. It begins with a chunk of what has hashes, and ends with one.
+        hashes: Of those chunks, back to back; "": nothing is compared.
+    """
+
+    offset: int
+    view: memoryview
+    hashes: str
+
+
+class Failure(NamedTuple):
+    """Why a run is not there, or not as it was written.
+
+    Attributes:
+        run: Which of them.
+        chunk: Which chunk of it, where its hash differs.
+        found: That hash.
+        error: What reading it has raised: EOFError where the file ends before, or OSError.
+    """
+
+    run: int
+    chunk: int
+    found: str
+    error: EOFError | OSError | None
 
 
 class Sink(ABC):
@@ -16,6 +49,12 @@ class Sink(ABC):
         Raises:
             OSError: It cannot be written.
         """
+
+    def write_hashed(self, offset: int, views: Sequence[memoryview]) -> list[str]:
+        """Write as `write` does, and return each view's hash."""
+        hashes = [digest(view) for view in views]
+        self.write(offset, views)
+        return hashes
 
     @abstractmethod
     def close(self) -> None:
@@ -44,9 +83,41 @@ class File(ABC):
             OSError: It cannot be read.
         """
 
+    def read_runs(self, runs: Sequence[Run], chunk: int) -> Failure | None:
+        """Fill runs and compare their hashes.
+
+        Args:
+            runs: In the order of the file; those that follow each other are read together.
+            chunk: Bytes that have a hash of their own.
+
+        Returns:
+            The first failure; what comes behind it may not be filled.
+        """
+        at = 0
+        while at < len(runs):
+            end = at + 1
+            while end < len(runs) and _follows(runs[end - 1], runs[end]):
+                end += 1
+            try:
+                self.read_into(runs[at].offset, [run.view for run in runs[at:end]])
+            except (EOFError, OSError) as error:
+                return Failure(at, 0, "", error)
+            for number in range(at, end):
+                run = runs[number]
+                for chunk_number in range(hash_count(run.hashes)):
+                    found = digest(run.view[chunk_number * chunk : (chunk_number + 1) * chunk])
+                    if found != hashes_of(run.hashes, chunk_number, 1):
+                        return Failure(number, chunk_number, found, None)
+            at = end
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Let go of it."""
+
+
+def _follows(one: Run, other: Run) -> bool:
+    return one.offset + len(one.view) == other.offset
 
 
 class Writer(ABC):
@@ -57,8 +128,15 @@ class Writer(ABC):
     """
 
     @abstractmethod
-    def create(self, name: str, size: int) -> Sink:
-        """Begin a file of this many bytes."""
+    def create(self, name: str, size: int, direct: bool = False) -> Sink:
+        """Begin a file.
+
+        Args:
+            name: Of the file.
+            size: Bytes that it will have.
+            direct: Write past the page cache what can be: for saves beside a training, which keeps
+                its data there and needs the cores. What is loaded next then comes from the disk.
+        """
 
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
@@ -90,10 +168,12 @@ class Location(ABC):
 
     Attributes:
         ordered: Whether a sink must be written from its beginning to its end by one thread.
+        at_once: Bytes that one thread asks for at a time, more or less.
         path: As it was named.
     """
 
     ordered: bool = False
+    at_once: int = 4 << 20
     path: str
 
     @abstractmethod

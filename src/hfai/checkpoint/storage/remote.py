@@ -148,7 +148,7 @@ class _RemoteWriter(Writer):
         self._generation = generation
         self._committing = False
 
-    def create(self, name: str, size: int) -> Sink:
+    def create(self, name: str, size: int, direct: bool = False) -> Sink:
         return _RemoteSink(self._store.open(f"{self._prefix}/{name}"))
 
     def put(self, name: str, data: bytes) -> None:
