@@ -211,3 +211,18 @@ def test_a_device_that_would_refuse_backward_is_asked_before_forward(
         assert list(refused.values()) == ["no room"]
     finally:
         refused.clear()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_scripting_leaves_a_model_of_cells_as_it_is(kind: str) -> None:
+    torchs = nn.Sequential(getattr(nn, kind)(6, 5))
+    ours = to_hfai(copy.deepcopy(torchs))
+    cell, cell_class = ours[0], type(ours[0])
+    scripted = torch.jit.script(ours)
+    assert ours[0] is cell
+    assert type(cell) is cell_class
+    x = torch.randn(3, 6)
+    state = torchs(x)
+    torch.testing.assert_close(scripted(x), state)
+    torch.testing.assert_close(torch.jit.script(cell)(x, state), torchs[0](x, state))

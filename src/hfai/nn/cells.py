@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from hfai.kernels.cell import call
 from hfai.kernels.rnn.plan import Cell
 from hfai.nn.path import Path
-from hfai.nn.stand_in import as_leaf, as_torch, is_compiling, proxy_among
+from hfai.nn.stand_in import as_leaf, as_method, is_compiling, proxy_among
 
 _OF_RNN = {"tanh": Cell.RNN_TANH, "relu": Cell.RNN_RELU}
 
@@ -22,24 +23,16 @@ _OF_RNN = {"tanh": Cell.RNN_TANH, "relu": Cell.RNN_RELU}
 class LSTMCell(nn.LSTMCell):
     """`torch.nn.LSTMCell`, faster on CUDA for fp32, fp16 and bf16."""
 
-    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> Any:
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Make one step of `input`, [batch, inputs], from hx = (h, c), [batch, hidden] each."""
-        if not is_compiling():
-            if proxy_among(input, hx) is not None:
-                return as_leaf(self, input, hx)
-            h = c = None
-            if hx is not None and isinstance(hx, (tuple, list)) and len(hx) == 2:
-                h, c = hx
-            if hx is None or h is not None:
-                made = _step(self, Cell.LSTM, input, h, c)
-                if made is not None:
-                    return made
-        # torch's class by name: a forward that was kept aside may outlive the conversion back.
-        return nn.LSTMCell.forward(self, input, hx)
+        if is_scripting():
+            return self._scripted(input, hx)
+        else:  # noqa: RET505 (TorchScript compiles what follows a return, but not this branch)
+            return _lstm(self, input, hx)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.LSTMCell)
+    _scripted = as_method(nn.LSTMCell.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -49,19 +42,14 @@ class LSTMCell(nn.LSTMCell):
 class GRUCell(nn.GRUCell):
     """`torch.nn.GRUCell`, faster on CUDA for fp32, fp16 and bf16."""
 
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> Any:
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """Make one step of `input`, [batch, inputs], from hx, [batch, hidden]."""
-        if not is_compiling():
-            if proxy_among(input, hx) is not None:
-                return as_leaf(self, input, hx)
-            made = _step(self, Cell.GRU, input, hx, None)
-            if made is not None:
-                return made[0]
-        return nn.GRUCell.forward(self, input, hx)
+        if is_scripting():
+            return self._scripted(input, hx)
+        else:  # noqa: RET505 (as above)
+            return _gru(self, input, hx)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.GRUCell)
+    _scripted = as_method(nn.GRUCell.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
@@ -71,24 +59,59 @@ class GRUCell(nn.GRUCell):
 class RNNCell(nn.RNNCell):
     """`torch.nn.RNNCell` (tanh or relu), faster on CUDA for fp32, fp16 and bf16."""
 
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> Any:
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """Make one step of `input`, [batch, inputs], from hx, [batch, hidden]."""
-        if not is_compiling():
-            if proxy_among(input, hx) is not None:
-                return as_leaf(self, input, hx)
-            cell = _OF_RNN.get(self.nonlinearity)
-            made = None if cell is None else _step(self, cell, input, hx, None)
-            if made is not None:
-                return made[0]
-        return nn.RNNCell.forward(self, input, hx)
+        if is_scripting():
+            return self._scripted(input, hx)
+        else:  # noqa: RET505 (as above)
+            return _rnn(self, input, hx)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return what torch.jit.script compiles in this layer's place."""
-        return as_torch(self, nn.RNNCell)
+    _scripted = as_method(nn.RNNCell.forward, "_scripted")
 
     def explain_path(self) -> Path:
         """Return the path that calls take with the parameters as they are now."""
         return _explain(self)
+
+
+# Torch's classes by name below: a forward that was kept aside may outlive the conversion back.
+
+
+def _lstm(module: nn.LSTMCell, input: Tensor, hx: Any) -> tuple[Tensor, Tensor]:
+    if not is_compiling():
+        if proxy_among(input, hx) is not None:
+            states: tuple[Tensor, Tensor] = as_leaf(module, input, hx)
+            return states
+        h = c = None
+        if hx is not None and isinstance(hx, (tuple, list)) and len(hx) == 2:
+            h, c = hx
+        if hx is None or h is not None:
+            made = _step(module, Cell.LSTM, input, h, c)
+            if made is not None:
+                return made[0], made[1]
+    return nn.LSTMCell.forward(module, input, hx)
+
+
+def _gru(module: nn.GRUCell, input: Tensor, hx: Tensor | None) -> Tensor:
+    if not is_compiling():
+        if proxy_among(input, hx) is not None:
+            state: Tensor = as_leaf(module, input, hx)
+            return state
+        made = _step(module, Cell.GRU, input, hx, None)
+        if made is not None:
+            return made[0]
+    return nn.GRUCell.forward(module, input, hx)
+
+
+def _rnn(module: nn.RNNCell, input: Tensor, hx: Tensor | None) -> Tensor:
+    if not is_compiling():
+        if proxy_among(input, hx) is not None:
+            state: Tensor = as_leaf(module, input, hx)
+            return state
+        cell = _OF_RNN.get(module.nonlinearity)
+        made = None if cell is None else _step(module, cell, input, hx, None)
+        if made is not None:
+            return made[0]
+    return nn.RNNCell.forward(module, input, hx)
 
 
 def _step(
