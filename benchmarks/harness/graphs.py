@@ -36,6 +36,13 @@ SHORTEST_KERNEL_MS = 0.002  # even an empty kernel takes about this long in a gr
 MOST_SETS = 64
 MEMORY_SHARE = 0.25  # of the free memory, for the input sets; outputs and peers need the rest
 CACHED_BYTES_KEPT = 1 << 30
+# What no output of a benchmark comes near, in the type's range, and finite.
+LARGE = {
+    torch.float16: 2.0**15,
+    torch.bfloat16: 2.0**100,
+    torch.float32: 2.0**100,
+    torch.float64: 2.0**100,
+}
 
 EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
 
@@ -95,6 +102,7 @@ class Pass:
         sets: how many calls that is.
         method: "graph", or "events" where the pass could not be captured and `run` calls eagerly.
         reason: why it could not be captured.
+        note: what a reader of its time should know besides.
         keep: what the captured kernels read, kept alive as long as the pass.
     """
 
@@ -102,6 +110,7 @@ class Pass:
     sets: int
     method: str
     reason: str = ""
+    note: str = ""
     keep: Sequence[object] = ()
 
     def timer(self, flush: Flush) -> Callable[[], EventPair]:
@@ -211,17 +220,41 @@ def _capture(
     # An output written over what the next replay reads would carry its poison round for ever.
     read = {tensor.untyped_storage().data_ptr() for tensor in read_again}
     own = [output for output in outputs if output.untyped_storage().data_ptr() not in read]
-    if own:
-        _require_written(graph, own)
-    return replace(uncaptured, run=graph.replay, method="graph", keep=[*uncaptured.keep, graph])
+    note = check_written(graph.replay, own) if own else ""
+    keep = [*uncaptured.keep, graph]
+    return replace(uncaptured, run=graph.replay, method="graph", keep=keep, note=note)
 
 
-def _require_written(graph: torch.cuda.CUDAGraph, outputs: Sequence[Tensor]) -> None:
-    """Replay over poisoned outputs and require that every element of each was written."""
+def check_written(replay: Callable[[], object], outputs: Sequence[Tensor]) -> str:
+    """Replay over poisoned outputs and require that every element of each was written.
+
+    Outputs lie where temporaries of the graph's other calls lay, so a kernel that multiplies memory
+    that nobody wrote by zero makes a NaN of NaN there, though it writes every element: cuDNN's
+    kernels for small recurrent layers are thought to. A poison that times zero is zero tells the
+    two apart.
+
+    Returns:
+        What is to be noted of the graph, or "".
+
+    Raises:
+        RuntimeError: an element was not written, or something was added to what lay there.
+    """
     for output in outputs:
         output.fill_(math.nan)
-    graph.replay()
+    replay()
     # A sum carries any NaN to the host without a second tensor of the output's size.
     unwritten = [output.sum(dtype=torch.float32).isnan() for output in outputs]
-    if bool(torch.stack(unwritten).any()):
+    if not bool(torch.stack(unwritten).any()):
+        return ""
+    for output in outputs:
+        output.fill_(LARGE[output.dtype])
+    replay()
+    # One extreme each, for the same reason. A NaN fails both comparisons.
+    extremes = [torch.stack([-output.amin(), output.amax()]) for output in outputs]
+    written = [
+        (extreme < LARGE[output.dtype] / 2).all()
+        for extreme, output in zip(extremes, outputs, strict=True)
+    ]
+    if not bool(torch.stack(written).all()):
         raise RuntimeError("a replay of its CUDA graph left elements of an output unwritten")
+    return "NaN in memory that it reads and nobody wrote reaches its outputs"

@@ -314,6 +314,8 @@ class _CaseRun:
         passes[contender.name] = made
         if made.reason:
             contender.row.flags.append(f"{direction} not captured: {made.reason}")
+        if made.note:
+            contender.row.flags.append(f"{direction}: {made.note}")
 
     def replay(self, passes: dict[str, graphs.Pass], flush: graphs.Flush) -> dict[str, Summary]:
         timers = {name: one.timer(flush) for name, one in passes.items()}
