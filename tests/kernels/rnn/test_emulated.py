@@ -170,9 +170,7 @@ def test_sequences_of_different_lengths(cell: Cell) -> None:
         (LSTM, FP32, TF32, {"columns": 8, "tiles": 2, "backward_warps": 16}),
         (LSTM, BF16, HALF, {"columns": 8, "tiles": 2, "forward_warps": 16}),
         (GRU, FP16, HALF, {"columns": 8, "directions": 2}),
-        (TANH, FP16, HALF, {"units": 16, "copies": 2}),
-        (LSTM, FP32, TF32, {"copies": 4}),
-        (GRU, FP32, SPLIT, {"copies": 4}),
+        (TANH, FP16, HALF, {"units": 16}),
         (LSTM, BF16, HALF, {"short_messages": True}),
         (GRU, FP16, HALF, {"columns": 8, "tiles": 2, "directions": 2, "short_messages": True}),
         (LSTM, FP32, SPLIT, {"units": 16}),
@@ -334,6 +332,6 @@ def test_random_plans(seed: int) -> None:
         directions=one_of([1, 2]), units=one_of([8, 16]), tiles=one_of([1, 2, 4]),
         columns=4 if precision is SPLIT else one_of([4, 8]),
         forward_warps=one_of([8, 16]), backward_warps=one_of([8, 16]),
-        wide_rest=one_of([True, False]), copies=one_of([1, 2, 4]),
+        wide_rest=one_of([True, False]),
     )  # fmt: skip
     _check(_call(plan, dtype, lengths[0], batch, one_of([None, lengths])))

@@ -12,9 +12,8 @@
 //
 // Memory, with N rows of x (step-major, or packed: row = offsets[t] + b):
 //   gates     [D][N][GATE_PITCH]      in: input products, gate-major; out: what backward needs
-//   exchange  [D][steps + 1][tiles of the batch][COPIES][BLOCKS][SENT_COLUMNS][UNITS]  h, filled with
-//             ABSENT; what a block sends in a step lies together, in as few cache lines as can be.
-//             Each block reads one copy: lines that all want at once are served one after the other
+//   exchange  [D][steps + 1][tiles of the batch][BLOCKS][SENT_COLUMNS][UNITS]  h, filled with
+//             ABSENT; what a block sends in a step lies together, in as few cache lines as can be
 //   states    [D][steps + 1][B][WIDTH]  h once more, in rows, where backward follows
 //   y         [N][D * HIDDEN], cells [D][N][HIDDEN] (LSTM), h0, c0, hn, cn [D][B][HIDDEN]
 // Slot t of exchange and states holds h before step t (direction 1: after it, slot `steps` being the
@@ -65,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const T* bias_hidden = direction ? bias_hidden_1 : bias_hidden_0;
   gates += direction * rows * GATE_PITCH;
   cells += direction * rows * HIDDEN;
-  exchange += direction * (steps + 1) * tiles_of_batch * COPIES * BLOCKS * SENT;
+  exchange += direction * (steps + 1) * tiles_of_batch * BLOCKS * SENT;
   states += direction * (steps + 1) * batch * WIDTH;
   Patience patience(status);
 
@@ -110,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Sends a tile's h, to be slot `slot` of the exchange.
   auto publish = [&](int tile, i64 slot) {
     T* const sent =
-        exchange + ((slot * tiles_of_batch + first_tile + tile) * COPIES * BLOCKS + block) * SENT;
+        exchange + ((slot * tiles_of_batch + first_tile + tile) * BLOCKS + block) * SENT;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int column = column_of(i);
@@ -123,15 +122,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         whole = without_absent(for_products(h[tile][i]));
       }
       if constexpr (PRECISION == SPLIT) rest = without_absent(rest_for_products(h[tile][i]));
-      // A cell's lanes, which all have its h, share the copies.
-#pragma unroll
-      for (int copy = 0; copy < COPIES; ++copy) {
-        T* const target = sent + copy * BLOCKS * SENT + column * UNITS + local;
-        if (real && gate == copy % SHARE && (PRECISION != HALF || local % 2 == 0))
-          store_shared_by_device(target, whole);
-        if (PRECISION == SPLIT && real && gate == (SHARE - 1 + copy) % SHARE)
-          store_shared_by_device(target + COLUMNS * UNITS, rest);
-      }
+      // A cell's lanes all have its h: one stores it, another the rest.
+      T* const target = sent + column * UNITS + local;
+      if (real && gate == 0 && (PRECISION != HALF || local % 2 == 0))
+        store_shared_by_device(target, whole);
+      if (PRECISION == SPLIT && real && gate == SHARE - 1)
+        store_shared_by_device(target + COLUMNS * UNITS, rest);
     }
   };
   // Keeps it for backward.
@@ -157,10 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int place = (stretch / UNITS * SENT_COLUMNS + column) * UNITS + stretch % UNITS;
   u32 word[BUFFERS][AT_ONCE][4];
   auto fetch = [&](i64 slot, int tile, int part) {
-    const T* source = exchange +
-                      ((slot * tiles_of_batch + first_tile + tile) * COPIES + block % COPIES) *
-                          BLOCKS * SENT +
-                      place + part * AT_ONCE * CHUNK * SENT_COLUMNS;
+    const T* source = exchange + (slot * tiles_of_batch + first_tile + tile) * BLOCKS * SENT + place +
+                      part * AT_ONCE * CHUNK * SENT_COLUMNS;
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k)
       if (any_absent(word[part % BUFFERS][k]))

@@ -77,8 +77,6 @@ class Plan:
     forward_look_after: int = 0
     """Cycles after sending that a block waits before it first looks for what others sent."""
     backward_look_after: int = 0
-    copies: int = 1
-    """Of what forward's blocks send, each for a part of those who read it."""
     short_messages: bool = False
     """HALF only: backward's partial sums travel in half precision, half the bytes."""
 
@@ -129,7 +127,7 @@ class Plan:
     def exchange_elements(self, steps: int, batch: int) -> int:
         """Return the size of forward's `exchange`."""
         tiles = -(-batch // self.columns)
-        rows = self.directions * (steps + 1) * tiles * self.copies * self.sent_columns
+        rows = self.directions * (steps + 1) * tiles * self.sent_columns
         return rows * self.width
 
     @property
@@ -208,7 +206,7 @@ class Plan:
             "WIDE_REST": self.wide_rest,
             "LOOK_AFTER": self.forward_look_after if forward else self.backward_look_after,
             **(
-                {"AT_ONCE": self.forward_at_once, "COPIES": self.copies}
+                {"AT_ONCE": self.forward_at_once}
                 if forward
                 else {"SHORT_MESSAGES": self.short_messages}
             ),
