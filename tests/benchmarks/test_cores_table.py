@@ -1,4 +1,4 @@
-"""The table of attention's cores: every pass a row, ours first, spreads only where they are wide."""
+"""The table of attention's cores: every pass a row, ours first, spreads only where wide."""
 
 from __future__ import annotations
 
