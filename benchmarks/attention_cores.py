@@ -194,6 +194,7 @@ def main(rounds: int, out: str, commit: str | None) -> None:
         "machine": about,
         "versions": machine.versions(device),
         "tf32": True,
+        "complete": True,
         "cases": cases,
     }
     path = Path(out) / about["slug"] / "attention_cores.json"

@@ -150,6 +150,7 @@ def main(rounds: int, out: str, commit: str | None) -> None:
         "commit": commit or machine.commit(),
         "machine": about,
         "versions": machine.versions(device),
+        "complete": True,
         "cases": cases,
     }
     path = Path(out) / about["slug"] / "attention_plans.json"

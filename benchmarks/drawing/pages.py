@@ -23,6 +23,7 @@ from benchmarks.drawing import (
     allreduce_more,
     between,
     cases,
+    cores,
     plots,
     sweeps,
     tables,
@@ -39,6 +40,7 @@ DRAWN = {  # by what draws them: results that have a page's table of their own
     "allreduce_algorithms": between.algorithms,
     "allreduce_nccl": between.nccl,
     "host_adamw": between.host_adamw,
+    "attention_cores": cores.table,
 }
 
 

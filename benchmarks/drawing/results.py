@@ -28,7 +28,7 @@ class Result:
     @property
     def measured(self) -> list[Mapping[str, Any]]:
         """The cases that were not skipped."""
-        return [case for case in self.data["cases"] if not case["skipped"]]
+        return [case for case in self.data["cases"] if not case.get("skipped")]
 
     @property
     def implementations(self) -> list[str]:
