@@ -153,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int place = (stretch / UNITS * SENT_COLUMNS + column) * UNITS + stretch % UNITS;
   u32 word[BUFFERS][AT_ONCE][4];
   auto fetch = [&](i64 slot, int tile, int part) {
-    const T* source = exchange + (slot * tiles_of_batch + first_tile + tile) * BLOCKS * SENT + place +
-                      part * AT_ONCE * CHUNK * SENT_COLUMNS;
+    const T* source = exchange + (slot * tiles_of_batch + first_tile + tile) * BLOCKS * SENT +
+                      place + part * AT_ONCE * CHUNK * SENT_COLUMNS;
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k)
       if (any_absent(word[part % BUFFERS][k]))
