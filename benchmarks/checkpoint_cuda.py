@@ -14,12 +14,12 @@ ways take turns, and a first save of each, which makes its buffers, is reported 
 - the seconds until the checkpoint is there, and the host's memory that this process holds.
 
 DCP is given what it has for this: staging through pinned shared memory, asynchronous and with
-non-blocking copies, that is kept from save to save (torch 2.11 closes a stager behind each save;
-here that is left out), and a process of its own that writes (or a thread, as a second way), as many
-threads as hfai, no CRC-32. It gets a flat dict of the tensors themselves, without names of options,
-and loads into it in place. Its optimizer step waits for the staging, as its documentation asks.
-Only hfai hashes. Both flush their files. What is loaded is compared with sums of the bits that were
-saved.
+non-blocking copies, that is kept from save to save (torch 2.11 closes it, and the cache inside it,
+behind each save, and then cannot use it again; here both are left out), and a process of its own
+that writes (or a thread, as a second way), as many threads as hfai, no CRC-32. It gets a flat dict
+of the tensors themselves, without names of options, and loads into it in place. Its optimizer step
+waits for the staging, as its documentation asks. Only hfai hashes. Both flush their files. What is
+loaded is compared with sums of the bits that were saved.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ class Ways:
                     """Stay as it is, for the next save."""
 
             cuda = torch.cuda.is_available()
-            self.stagers[way] = Kept(StagingOptions(cuda, way == PROCESS, cuda, cuda))
+            stager: Any = Kept(StagingOptions(cuda, way == PROCESS, cuda, cuda))
+            stager._state_dict_stager.close = lambda: None
+            self.stagers[way] = stager
         return self.stagers[way]
 
     def load(self, way: str, path: str, training: Training) -> None:
@@ -298,7 +300,11 @@ def main(
         made = ways.document(
             "checkpoint_cuda.py",
             "Saves beside a training",
-            ["--gigabytes", f"{gigabytes:g}", "--rounds", str(rounds), "--threads", str(threads)],
+            [
+                *("--gigabytes", f"{gigabytes:g}", "--rounds", str(rounds)),
+                *("--threads", str(threads)),
+                *(f"--without={way!r}" for way in without),
+            ],
             ("xxhash",),
             absent,
         )
