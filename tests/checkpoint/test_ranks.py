@@ -20,7 +20,7 @@ from hfai import checkpoint
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.verify import verify
 from tests.checkpoint.training import Training, same
-from tests.hfreduce.ranks import Ranks, run
+from tests.hfreduce.ranks import Ranks, leave, run
 
 WORLDS = (1, 2, 3, 4)
 
@@ -95,8 +95,7 @@ def reshard(rank: int, world: int, store: str, directory: str) -> list[str]:
                 checkpoint.load_into(path, model, optimizer, rank=rank, threads=1)
                 if not same(whole(model, optimizer), expected):
                     wrong.append(f"{source} to {count} on rank {rank}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return wrong
 
 
@@ -143,8 +142,7 @@ def tensor_parallel(rank: int, world: int, store: str, directory: str) -> list[s
                 full: Any = tensor
                 if not torch.equal(full.full_tensor(), plain[name]):
                     wrong.append(f"{name} from {ways[source][1]} to {ways[target][1]}")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return wrong
 
 
@@ -178,8 +176,7 @@ def replicated(rank: int, world: int, store: str, directory: str) -> Any:
     with torch.no_grad():
         model.module[0].norm.running_mean.fill_(rank)
     got = train(model, optimizer, 2)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     position = loaded.per_rank["position"], float(loaded.per_rank["state"][0])
     return expected == got, position, loaded.others, mean, during
 
@@ -220,8 +217,7 @@ def pipeline(rank: int, world: int, store: str, directory: str) -> bool:
     with torch.no_grad():
         stage[f"stage{rank}"].weight.zero_()
     checkpoint.load_into(f"{directory}/a", stage, optimizer, strict=False, threads=1)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return same(stage.state_dict(), kept)
 
 
@@ -255,8 +251,7 @@ def failing(rank: int, world: int, store: str, directory: str, how: str) -> str:
     except (checkpoint.CheckpointError, OSError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()
     return "saved"
 
 
@@ -320,8 +315,7 @@ def apart(rank: int, world: int, store: str, directory: str) -> list[Any]:
     for values in (loaded.per_rank, checkpoint.load(f"{directory}/a")["per_rank"]):
         found.append([values[name].tolist() for name in ("one", "other", "bias")])
     found.append(loaded.step)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return found
 
 
@@ -378,8 +372,7 @@ def managed(rank: int, world: int, store: str, directory: str) -> Any:
             raised = (step, str(error))
             break
     steps = manager.steps()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return raised, steps
 
 
@@ -419,8 +412,7 @@ def resuming(rank: int, world: int, store: str, directory: str) -> Any:
     manager = checkpoint.CheckpointManager(directory, threads=1, timeout=20)
     with pytest.warns(UserWarning, match="damaged") if rank < 2 else pytest.warns():
         loaded: Any = manager.resume(fresh, optimizer)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return saved, loaded.step
 
 
@@ -466,8 +458,7 @@ def falling_back(rank: int, world: int, store: str, directory: str) -> Any:
     with pytest.warns(UserWarning, match="damaged"):
         loaded: Any = manager.resume(fresh, strict=False)
     after = {name: tensor.to_local() for name, tensor in layer.state_dict().items()}
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
     return loaded.step, same(after, before)
 
 

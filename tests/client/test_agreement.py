@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from hfai.client import agreement, receive_suspend_command
 from hfai.client.agreement import Agreement
-from tests.hfreduce.ranks import Ranks, run
+from tests.hfreduce.ranks import Ranks, leave, run
 
 
 class Jittery(dist.Store):
@@ -268,8 +268,7 @@ def changing_groups(rank: int, world: int, store: str) -> list[int]:
             if receive_suspend_command():
                 told[-1] = step
                 break
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()
     return told
 
 

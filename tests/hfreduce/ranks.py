@@ -164,3 +164,14 @@ def leftovers() -> list[str]:
             if "memfd:hfreduce" in Path(f"/proc/{pid}/maps").read_text():
                 found.append(f"mapped by process {pid}")
     return found
+
+
+def leave() -> None:
+    """End the default group once all ranks are through.
+
+    torch 2.13 may hang where a gloo group is dropped within milliseconds of its last collective:
+    its thread needs the GIL, with which torch waits for it.
+    """
+    dist.barrier()
+    time.sleep(0.1)
+    dist.destroy_process_group()
