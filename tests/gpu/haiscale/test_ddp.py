@@ -52,7 +52,10 @@ def parity(rank: int, world: int, store: str) -> int:
             found = trained(ours, rank, gpu, accumulate)
             assert ours.path == "hfreduce", ours.path
             for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b, msg=lambda text: f"{name}: {text}")  # noqa: B023
+                # gloo rounds 16-bit sums after each rank's addition, ours are rounded once.
+                halves = a.dtype in (torch.float16, torch.bfloat16)
+                close = {"rtol": 0.016, "atol": 5e-4} if halves else {}
+                torch.testing.assert_close(a, b, **close, msg=lambda text: f"{name}: {text}")  # noqa: B023
             checked += 1
     dist.destroy_process_group()
     return checked
@@ -60,7 +63,8 @@ def parity(rank: int, world: int, store: str) -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_models_of_all_kinds_train_as_with_torchs(world: int) -> None:
-    assert run(parity, world, timeout=120) == [2 * len(CASES) - 1] * world
+    expected = sum(1 + ("static_graph" not in options) for _, options in CASES.values())
+    assert run(parity, world, timeout=120) == [expected] * world
 
 
 def chosen(rank: int, world: int, store: str) -> str:
