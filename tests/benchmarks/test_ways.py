@@ -69,10 +69,10 @@ def test_a_table_and_a_plot_come_from_the_result_file(tmp_path: Path) -> None:
     assert update(tmp_path, tmp_path / "results", write=True) == []
 
 
-def test_committed_results_are_complete() -> None:
+def test_committed_results_are_complete_or_their_tables_say_that_they_are_not() -> None:
     found = [r for r in load(ROOT / "benchmarks" / "results") if r.data.get("kind") == "ways"]
     for result in found:
-        assert result.data["complete"]
+        assert result.data["complete"] or "The run was cut short." in drawing.table(result)
         for measured in result.measured:
             fewest = min(len(row["rounds"]) for row in measured["rows"])
             assert fewest >= 5 or "--rounds" in result.data["command"]  # asked for, so said
