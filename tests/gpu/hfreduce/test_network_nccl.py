@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import distributed as dist
 
 import hfreduce
-from hfreduce.network.nccl import CHUNK_BYTES, TCP_BYTES
+from hfreduce.network.nccl import CHUNK_BYTES, TCP_BYTES, NcclNetwork
 from tests.hfreduce.ranks import Ranks, run
 from tests.hfreduce.test_nodes import data, defined
 
@@ -91,10 +92,12 @@ def test_a_node_that_dies_is_named_and_the_gpu_is_let_go() -> None:
 
 
 def leaves_in_the_middle(rank: int, world: int, store: str) -> float:
-    group = connected(rank, world, store, [0, 1], timeout=10)  # also for making the group
+    # Two processes on a busy machine may take long to come: only the call's own time is short.
+    group = connected(rank, world, store, [0, 1])
     group.barrier()
     network = group._network
-    assert network is not None
+    assert isinstance(network, NcclNetwork)
+    network.place = replace(network.place, timeout=4)
     start = time.monotonic()
     if rank == 0:  # the other never comes, after both have agreed to
         tensor = torch.ones(TCP_BYTES)
@@ -103,9 +106,9 @@ def leaves_in_the_middle(rank: int, world: int, store: str) -> float:
         group.close()
         torch.ones(3, device="cuda").sum().item()
     else:
-        time.sleep(11)
+        time.sleep(6)
     return time.monotonic() - start
 
 
 def test_a_node_that_hangs_within_nccl_is_named_within_the_timeout() -> None:
-    assert 8.5 < run(leaves_in_the_middle, 2)[0] < 11
+    assert 3.5 < run(leaves_in_the_middle, 2)[0] < 6
