@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from haiscale.ddp import DistributedDataParallel
 from hfreduce import HookState
-from tests.hfreduce.ranks import Ranks, run
+from tests.hfreduce.ranks import Ranks, drop_group, run
 
 STEPS, BATCH = 3, 4
 
@@ -165,7 +165,7 @@ def parity(rank: int, world: int, store: str, backend: str) -> int:
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, msg=lambda text: f"{name}: {text}")  # noqa: B023
             checked += 1
-    dist.destroy_process_group()
+    drop_group()
     return checked
 
 
@@ -191,7 +191,7 @@ def one_process(rank: int, world: int, store: str) -> list[bytes]:
         optimizer.zero_grad()
     for a, b in zip(found, alone.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
-    dist.destroy_process_group()
+    drop_group()
     return [value.numpy().tobytes() for value in found]
 
 
@@ -216,7 +216,7 @@ def uneven(rank: int, world: int, store: str, by_initial: bool) -> None:
         results.append([value.clone() for value in ddp.state_dict().values()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
-    dist.destroy_process_group()
+    drop_group()
 
 
 @pytest.mark.parametrize("by_initial", [True, False])
@@ -244,7 +244,7 @@ def scaled(rank: int, world: int, store: str) -> None:
         results.append([*ddp.state_dict().values(), torch.tensor(scaler.get_scale())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_mixed_precision_and_its_scaler_work_as_with_torchs() -> None:
@@ -274,7 +274,7 @@ def details(rank: int, world: int, store: str) -> None:
     del model, again, restored, torchs
     gc.collect()
     assert threading.active_count() == before
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_it_is_torchs_class_with_a_stop_and_leaves_no_thread() -> None:
@@ -296,7 +296,7 @@ def own_hook(rank: int, world: int, store: str) -> int:
     model.register_comm_hook(None, hook)
     model(torch.ones(2, 6)).sum().backward()
     assert "hook of the script's" in model.path
-    dist.destroy_process_group()
+    drop_group()
     return len(calls)
 
 
@@ -334,7 +334,7 @@ def says_once(rank: int, world: int, store: str) -> list[str]:
     model = DistributedDataParallel(deep())
     for _ in range(2):
         model(torch.ones(2, 6)).sum().backward()
-    dist.destroy_process_group()
+    drop_group()
     return said
 
 
@@ -366,7 +366,7 @@ def alone_first(rank: int, world: int, store: str) -> list[str]:
     for a, b in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     paths = [model.path, again.path]
-    dist.destroy_process_group()
+    drop_group()
     return paths
 
 
@@ -386,7 +386,7 @@ def compiled(rank: int, world: int, store: str) -> str:
         results.append([parameter.grad for parameter in model.parameters()])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
-    dist.destroy_process_group()
+    drop_group()
     return str(model.path)
 
 
@@ -405,7 +405,7 @@ def with_timeout(rank: int, world: int, store: str) -> float:
     model = DistributedDataParallel(deep())
     seconds = model._state.reducer.timeout
     assert HookState().reducer.timeout == seconds
-    dist.destroy_process_group()
+    drop_group()
     return float(seconds)
 
 
@@ -417,7 +417,7 @@ def single(rank: int, world: int, store: str) -> str:
     start("gloo", rank, world, store)
     model = DistributedDataParallel(deep(), backend="hfreduce")
     model(torch.ones(2, 6)).sum().backward()
-    dist.destroy_process_group()
+    drop_group()
     return str(model.path)
 
 
@@ -444,7 +444,7 @@ def narrow(rank: int, world: int, store: str) -> None:
     with pytest.raises(ValueError, match=r"wire=torch\.int8"):
         DistributedDataParallel(deep(), wire=torch.int8)
     dist.barrier()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_a_narrow_wire_rounds_gradients_and_once_their_average() -> None:
@@ -464,7 +464,7 @@ def on_two_nodes(rank: int, world: int, store: str) -> None:
     assert asked.path == "hfreduce"
     assert "not on one machine" in auto.path
     dist.barrier()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_between_machines_hfreduce_averages_where_it_is_asked_for() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from haiscale.host_adamw import HostAdamW
-from tests.hfreduce.ranks import reducer, run
+from tests.hfreduce.ranks import drop_group, reducer, run
 
 STEPS = 5
 
@@ -373,7 +373,7 @@ def on_default_group(rank: int, world: int, store: str) -> None:
     optimizer.step()
     assert (weight < 0).all()
     dist.barrier()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_the_default_process_group_is_averaged_over() -> None:

@@ -99,6 +99,8 @@ class Ranks:
             process.join(max(0.5, deadline - time.monotonic()))
             if process.exitcode is None:
                 found.error, found.text = "Hung", found.text + "\nthe process did not end"
+                os.kill(process.pid, signal.SIGABRT)  # writes the stacks of its threads
+                process.join(5)
                 process.kill()
                 process.join()
             found.code = process.exitcode
@@ -166,12 +168,17 @@ def leftovers() -> list[str]:
     return found
 
 
-def leave() -> None:
-    """End the default group once all ranks are through.
+def drop_group() -> None:
+    """End the default group a moment after its last collective.
 
-    torch 2.13 may hang where a gloo group is dropped within milliseconds of its last collective:
-    its thread needs the GIL, with which torch waits for it.
+    torch 2.13 may hang where a gloo group is dropped within milliseconds of that: its thread needs
+    the GIL, with which torch waits for it.
     """
-    dist.barrier()
     time.sleep(0.1)
     dist.destroy_process_group()
+
+
+def leave() -> None:
+    """End the default group once all ranks are through."""
+    dist.barrier()
+    drop_group()

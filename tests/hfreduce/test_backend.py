@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import hfreduce
 from hfreduce.backend import ProcessGroup
-from tests.hfreduce.ranks import Ranks, run
+from tests.hfreduce.ranks import Ranks, drop_group, run
 
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT]
 TYPES = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8]
@@ -102,7 +102,7 @@ def parity(rank: int, world: int, store: str) -> None:
     assert dist.group.WORLD._reducer is not None, "hfreduce had no part in it"
     for a, b in zip(ours, collectives(gloo, rank, world), strict=True):
         assert torch.equal(a, b)
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_every_collective_gives_what_gloo_gives() -> None:
@@ -127,7 +127,7 @@ def what_gloo_has_not(rank: int, world: int, store: str) -> None:
     narrow = torch.ones(64).to(torch.float8_e4m3fn)
     dist.all_reduce(narrow)
     assert (narrow.float() == world).all()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_averages_narrow_types_and_uneven_parts_work_beyond_gloo() -> None:
@@ -157,7 +157,7 @@ def objects_and_groups(rank: int, world: int, store: str) -> str:
     dist.destroy_process_group(mine)
     assert threading.active_count() <= before
     dist.barrier()
-    dist.destroy_process_group()
+    drop_group()
     gc.collect()
     return Path("/proc/self/maps").read_text()
 
@@ -178,7 +178,7 @@ def in_cpp(rank: int, world: int, store: str) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
     model(torch.full((2, 3), float(rank))).sum().backward()
     assert torch.equal(model.module[1].bias.grad, torch.tensor([2.0]))
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_torchs_own_ddp_and_functional_collectives_go_through_it() -> None:
@@ -210,7 +210,7 @@ def sharded(rank: int, world: int, store: str) -> None:
     optimizer.step()
     for a, b in zip(plain.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(a.full_tensor(), b.detach())  # type: ignore[attr-defined]
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_fsdp2_and_device_meshes_train_on_it() -> None:
@@ -227,7 +227,7 @@ def mixed(rank: int, world: int, store: str) -> None:
     tensor = torch.ones(5)
     dist.all_reduce(tensor)
     assert (tensor == world).all()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_it_may_be_named_for_the_cpu_alone() -> None:
@@ -270,7 +270,7 @@ def no_engine(rank: int, world: int, store: str) -> str:
     assert isinstance(group, ProcessGroup)
     with pytest.raises(hfreduce.UnavailableError) as caught:
         _ = group.reducer
-    dist.destroy_process_group()
+    drop_group()
     return str(caught.value)
 
 
@@ -331,7 +331,7 @@ def power_sgd(rank: int, world: int, store: str, backend: str) -> list[list[floa
         optimizer.zero_grad()
     found = [parameter.flatten().tolist() for parameter in model.parameters()]
     time.sleep(0.3)  # gloo's thread needs the GIL for its last tensors, and torch joins it with it
-    dist.destroy_process_group()
+    drop_group()
     return found
 
 

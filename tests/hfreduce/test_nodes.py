@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 import hfreduce
 from hfreduce.layout import Layout
-from tests.hfreduce.ranks import Ranks, leftovers, run
+from tests.hfreduce.ranks import Ranks, drop_group, leftovers, run
 
 PIECE = 64 << 10
 KILL_ROUNDS = int(os.environ.get("HFREDUCE_KILL_ROUNDS", "2"))
@@ -331,7 +331,7 @@ def unreached(rank: int, world: int, store: str) -> tuple[str, str, str]:
     state = hfreduce.HookState(network="tcp")
     said = str(hfreduce.explain(state.reducer))
     dist.barrier()
-    dist.destroy_process_group()
+    drop_group()
     return state.unreached("cpu"), state.unreached("cuda"), said
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import hfreduce
-from tests.hfreduce.ranks import reducer, run
+from tests.hfreduce.ranks import drop_group, reducer, run
 
 CHUNK = 64 << 10  # the smallest: more chunks than slots even in small tensors
 SIZES = [0, 1, 63, 64, 1000, 8_192, 16_385, 400_001]
@@ -302,7 +302,7 @@ def through_another_group(rank: int, world: int, store: str) -> None:
     tensor = torch.ones(1000)
     group.all_reduce(tensor)
     assert (tensor == world).all()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_a_reducer_is_made_from_a_process_group() -> None:

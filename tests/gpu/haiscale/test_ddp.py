@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from haiscale.ddp import DistributedDataParallel
 from tests.haiscale.test_ddp import CASES, STEPS, batch
-from tests.hfreduce.ranks import run
+from tests.hfreduce.ranks import drop_group, run
 
 
 def device(rank: int) -> torch.device:
@@ -59,7 +59,7 @@ def parity(rank: int, world: int, store: str) -> int:
                 close = {"rtol": 0.016, "atol": 5e-4} if halves else {}
                 torch.testing.assert_close(a, b, **close, msg=lambda text: f"{name}: {text}")  # noqa: B023
             checked += 1
-    dist.destroy_process_group()
+    drop_group()
     return checked
 
 
@@ -74,7 +74,7 @@ def chosen(rank: int, world: int, store: str) -> str:
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     model = DistributedDataParallel(nn.Linear(6, 6).to(gpu), device_ids=[gpu.index])
     model(torch.ones(2, 6, device=gpu)).sum().backward()
-    dist.destroy_process_group()
+    drop_group()
     return str(model.path)
 
 

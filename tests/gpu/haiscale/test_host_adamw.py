@@ -11,7 +11,7 @@ from torch import nn
 from haiscale.ddp import DistributedDataParallel
 from haiscale.host_adamw import HostAdamW
 from tests.gpu.hfreduce.test_cuda_path import device
-from tests.hfreduce.ranks import run
+from tests.hfreduce.ranks import drop_group, run
 
 STEPS = 5
 
@@ -44,7 +44,7 @@ def trains(rank: int, world: int, store: str) -> None:
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-3, atol=1e-4)
     dist.barrier()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_the_host_steps_parameters_of_gpus_as_torchs_adamw_does() -> None:
@@ -87,7 +87,7 @@ def wired(rank: int, world: int, store: str) -> None:
         for param, mean in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(param.grad, mean, rtol=2**-7, atol=1e-6)
     dist.barrier()
-    dist.destroy_process_group()
+    drop_group()
 
 
 def test_a_narrow_wire_rounds_gradients_and_their_average() -> None:
