@@ -172,8 +172,11 @@ def measure(
     peaks: dict[str, list[float]] = {}
     for way, one in trained.items():
         counters.clear()
-        for _ in range(3):  # kernels are compiled, the allocator's pools filled
-            one.step(batch)
+        # Beyond the limit dynamo would run the remaining layers as they are, with no more than a
+        # warning: a raise, since such a way is not what its name says.
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for _ in range(3):  # kernels are compiled, the allocator's pools filled
+                one.step(batch)
         if compiled and not counters["stats"]["unique_graphs"]:
             raise RuntimeError(f"{workload.name}: nothing of {way} was compiled")
         if device.type == "cuda":
