@@ -39,12 +39,13 @@ inline void stream(char *to, const char *from, size_t size) {
 
 class HugePages {
  public:
+  static constexpr int64_t kSize = 2 << 20;
+
   // Maps the whole huge pages that lie between two bytes of a file, where they can be had.
   //
   // They are all there then, so that writing to the mapping cannot fail for want of memory (which
   // would end the process), as long as nobody truncates the file.
   HugePages(int descriptor, int64_t begin, int64_t end) {
-    if (useless.load(std::memory_order_relaxed) >= kMostUseless) return;
     begin = (begin + kSize - 1) / kSize * kSize;
     end = end / kSize * kSize;
     if (end <= begin || !map(descriptor, begin, static_cast<size_t>(end - begin))) return;
@@ -68,12 +69,8 @@ class HugePages {
   }
 
  private:
-  static constexpr int64_t kSize = 2 << 20;
   static constexpr int kTries = 3;
-  // How often the kernel may say that this makes no sense, before it is not asked again.
-  static constexpr int kMostUseless = 8;
   static constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers do not have
-  static inline std::atomic<int> useless{0};
 
   // Maps a part at a huge page's begin.
   bool map(int descriptor, int64_t begin, size_t size) {
@@ -102,7 +99,6 @@ class HugePages {
     }
     for (int tries = 0; tries < kTries; ++tries) {
       if (!madvise(memory_, size_, kCollapse)) return true;
-      if (errno == EINVAL) useless.fetch_add(1, std::memory_order_relaxed);
       if (errno != EAGAIN) return false;
     }
     return false;

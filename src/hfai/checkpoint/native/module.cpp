@@ -128,6 +128,15 @@ NB_MODULE(_transfer, module) {
              "Ask for a file's blocks; returns an errno or 0.");
   module.def("hash_way", [] { return checkpoint::best_way().name; },
              "The instruction set that hashes.");
+  module.def("force_huge_pages",
+             [](std::optional<bool> huge) {
+               using checkpoint::Choice;
+               checkpoint::choice.force(!huge ? Choice::kFree
+                                              : *huge ? Choice::kHuge : Choice::kSmall);
+             },
+             nb::arg("huge").none(),
+             "For tests: write files in memory always by huge pages where that can be, or never; "
+             "None: as is quicker.");
   module.def("set_probe", &set_probe, nb::arg("call").none(),
              "For tests: call this before and after each system call that changes a file.");
 }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "calls.hpp"
+#include "choice.hpp"
 #include "hash.hpp"
 #include "huge.hpp"
 
@@ -11,6 +12,8 @@ namespace checkpoint {
 
 constexpr size_t kWritePiece = 1 << 20;   // of one call
 constexpr size_t kCopyPiece = 64 << 10;   // to a mapping
+// What is tried of huge pages: two of them, wherever it begins.
+constexpr int64_t kTrial = 3 * HugePages::kSize;
 constexpr size_t kEarly = 4 << 20;        // written, before the disk is told to begin
 constexpr uintptr_t kDirectUnit = 4096;   // what direct I/O asks of places and lengths, at most
 
@@ -70,8 +73,24 @@ class Writer {
   int write_in_memory(const std::vector<View> &views, int64_t offset, std::string &hashes) {
     int64_t end = offset;
     for (const View &view : views) end += static_cast<int64_t>(view.size);
-    HugePages pages(descriptor_, offset, end);
-    if (pages.begin() == pages.end()) return write_cached(views, offset, hashes);
+    if (end - offset < kTrial) return write_cached(views, offset, hashes);
+    bool trial = false;
+    const Choice::Way way = choice.next(trial);
+    const Stopwatch watch;
+    if (way == Choice::kHuge) {
+      HugePages pages(descriptor_, offset, trial ? std::min(end, offset + kTrial) : end);
+      const size_t size = static_cast<size_t>(pages.end() - pages.begin());
+      if (size) return write_mapped(views, offset, hashes, pages, watch);
+      choice.cannot(way);
+    }
+    const int code = write_cached(views, offset, hashes);
+    choice.took(Choice::kSmall, watch.seconds(), static_cast<size_t>(end - offset));
+    return code;
+  }
+
+  int write_mapped(const std::vector<View> &views, int64_t offset, std::string &hashes,
+                   HugePages &pages, const Stopwatch &watch) {
+    double beside = 0;  // seconds for what is not mapped
     at_boundary();
     for (const View &view : views) {
       hash_.reset();
@@ -80,12 +99,15 @@ class Writer {
         size_t piece = std::min(view.size - at, mapped ? kCopyPiece : kWritePiece);
         for (const int64_t border : {pages.begin(), pages.end()})
           if (offset < border) piece = std::min(piece, static_cast<size_t>(border - offset));
-        hash_.update(view.data + at, piece);
         if (mapped) {
+          hash_.update(view.data + at, piece);
           pages.write(offset, view.data + at, piece);
         } else {
+          const Stopwatch part;
+          hash_.update(view.data + at, piece);
           iovec rest{const_cast<char *>(view.data) + at, piece};
           if (const int code = write_all(descriptor_, &rest, 1, offset)) return code;
+          beside += part.seconds();
         }
         at += piece;
         offset += static_cast<int64_t>(piece);
@@ -93,6 +115,8 @@ class Writer {
       add(hashes);
     }
     at_boundary();
+    choice.took(Choice::kHuge, watch.seconds() - beside,
+                static_cast<size_t>(pages.end() - pages.begin()));
     return 0;
   }
 
