@@ -20,6 +20,7 @@ from torch import Tensor
 # Of Linux's <linux/mman.h>; Python has no names for them.
 _WIPE_ON_FORK = 18
 _POPULATE_WRITE = 23  # since 5.14
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
 
@@ -67,6 +68,18 @@ def lock(memory: Tensor, device: torch.device) -> None:
         if int(code):
             reason = _cudart().cudaGetErrorString(code)
             raise RuntimeError(f"CUDA does not lock {memory.nbytes} bytes: {reason} ({int(code)})")
+
+
+def spare_captures() -> None:
+    """Let this thread's calls leave CUDA graphs alone that another thread is capturing.
+
+    By default such a call fails, and the capture with it. torch has no name for this.
+    """
+    major = (torch.version.cuda or "").partition(".")[0]
+    with contextlib.suppress(OSError, AttributeError):  # no such library, or an old one
+        library = ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def touched(size: int) -> Tensor:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hfai.checkpoint.page_locked import page_locked
+from hfai.checkpoint.page_locked import page_locked, spare_captures
 from hfai.checkpoint.shard import SEGMENT
 
 HOST_BUDGET = 4 << 30  # bytes of buffers in each rank, where nothing else is said
@@ -217,6 +217,7 @@ class HostPool:
 
 def _make_buffers(reference: weakref.ref[HostPool]) -> None:
     """Make a pool's buffers, as long as somebody has it and it wants more."""
+    spare_captures()
     while True:
         pool = reference()
         rest = None if pool is None else pool._make_one()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,25 @@ def test_a_save_in_the_midst_of_preparing_is_whole(tmp_path: Path) -> None:
     assert pool.allocated <= 5 * SEGMENT
     loaded = checkpoint.load(tmp_path / "a")["model"]
     assert {name: bits(tensor) for name, tensor in loaded.items()} == expected
+
+
+def test_a_graph_that_is_captured_meanwhile_is_whole() -> None:
+    pool = HostPool(40 * SEGMENT)
+    ones = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    pool.prepare(40 * SEGMENT)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = ones
+        while pool.allocated < 10 * SEGMENT:
+            total = total + 1
+            time.sleep(0.001)
+    made = pool.allocated
+    graph.replay()
+    assert made < 40 * SEGMENT, "it was captured while buffers were made"
+    assert float(total[0]) > 1
+    assert pool.wait_prepared(60)
+    assert pool.allocated == 40 * SEGMENT
 
 
 def test_memory_that_is_not_locked_is_used_all_the_same(tmp_path: Path) -> None:
