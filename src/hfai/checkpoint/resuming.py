@@ -3,9 +3,9 @@
 Each rank loads, tells the others how that went, and waits for what they say; if any of them met
 damage, all go on to the checkpoint before. Keys of the group's store, behind the resumption's own:
 
-    steps           rank 0's: what there is
-    N/check/RANK    of the Nth checkpoint that is tried: "", or what was wrong when it was compared
-    N/RANK          likewise, when it was loaded
+    L/steps         rank 0's: what there is, at the Lth look
+    L/N/check/RANK  of the Nth checkpoint that is tried: "", or what was wrong when it was compared
+    L/N/RANK        likewise, when it was loaded
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hfai.checkpoint.retention import step_name, step_of, steps_of
 from hfai.checkpoint.storage import Location
 
 _T = TypeVar("_T")
+_MOST_LISTS = 10  # how often is looked for what is there, when checkpoints go while they are read
 
 
 class Resumption:
@@ -52,7 +53,24 @@ class Resumption:
         Raises:
             CheckpointError: See `CheckpointManager.resume`.
         """
-        steps = self._agree_on_steps(step)
+        for number in range(_MOST_LISTS):
+            steps = self._agree_on_steps(f"{number}/steps", step)
+            try:
+                return self._newest(str(number), steps, fallback, progress, given)
+            except NoCheckpointError:
+                # Retention of a training that goes on has removed it; then there is a newer one.
+                if number == _MOST_LISTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _newest(
+        self,
+        key: str,
+        steps: list[int],
+        fallback: bool,
+        progress: Callable[[int], object] | None,
+        given: dict[str, Any],
+    ) -> Loaded | None:
         last: Exception | None = None
         for number, one in enumerate(reversed(steps)):
             location = self._location.child(step_name(one))
@@ -60,17 +78,19 @@ class Resumption:
             # Whatever an earlier checkpoint does not have keeps what this one is read into.
             if not given["strict"] and fallback and number + 1 < len(steps):
                 _, error = _caught(functools.partial(check_into, location, **given))
-                failure = self._worst(f"{number}/check", error)
+                failure = self._worst(f"{key}/{number}/check", error)
             if failure is None:
                 load = functools.partial(load_into, location, progress=progress, **given)
                 loaded, error = _caught(load)
-                failure = self._worst(str(number), error)
+                failure = self._worst(f"{key}/{number}", error)
                 if failure is None:
                     self.step = one
                     return loaded
-            if error is not None and not is_damage(error):
+            if error is not None and _kind(error) == "other":
                 raise error
             kind, text = failure
+            if kind == "gone":
+                raise NoCheckpointError(text)
             if kind != "damage":
                 raise CheckpointError(f"resuming from {location.path} failed on {text}")
             last = error or CheckpointError(text)
@@ -78,15 +98,15 @@ class Resumption:
                 raise last
             if self._peers.rank == 0 or error is not None:
                 warnings.warn(
-                    f"{location.path} is not used, because it is damaged: {text}", stacklevel=3
+                    f"{location.path} is not used, because it is damaged: {text}", stacklevel=4
                 )
         if last is not None:
             raise last
         return None
 
-    def _agree_on_steps(self, step: int | None) -> list[int]:
+    def _agree_on_steps(self, key: str, step: int | None) -> list[int]:
         """Return the steps to try, as rank 0 sees them."""
-        key = f"{self._key}/steps"
+        key = f"{self._key}/{key}"
         if self._peers.rank == 0:
             found = steps_of(self._location.children())
             self._warn_of_unfinished(found)
@@ -120,15 +140,21 @@ class Resumption:
         peers, key = self._peers, f"{self._key}/{key}"
         said = b""
         if error is not None:
-            kind = "damage" if is_damage(error) else "other"
-            said = f"{kind} rank {peers.rank}: {error}".encode()
+            said = f"{_kind(error)} rank {peers.rank}: {error}".encode()
         peers.set(f"{key}/{peers.rank}", said)
         found = peers.wait([f"{key}/{rank}" for rank in range(peers.world)], "resume")
+        # By kind: other, gone, damage. Damage that one sees may be the removal that another sees.
         failures = sorted((text.decode() for text in found if text), reverse=True)
         if not failures:
             return None
         kind, _, text = failures[0].partition(" ")
         return kind, text
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, NoCheckpointError):
+        return "gone"
+    return "damage" if is_damage(error) else "other"
 
 
 def _caught(load: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
