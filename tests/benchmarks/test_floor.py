@@ -8,8 +8,8 @@ from benchmarks.harness.case import Work
 from benchmarks.harness.ceiling import UNITS, Ceilings, measure_ceilings
 from benchmarks.harness.graphs import MOST_SETS, set_count
 from benchmarks.operators import OPERATORS
-from benchmarks.operators.recurrent import recurrent_case
 from benchmarks.operators.norm import norm_case
+from benchmarks.operators.recurrent import recurrent_case
 
 H200 = Ceilings(4.28e12, {"fp32": 51e12})
 
