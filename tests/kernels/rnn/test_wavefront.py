@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hfai.kernels.rnn.launch import Steps
-from hfai.kernels.rnn.wavefront import _cut, _diagonals, _rows
+from hfai.kernels.rnn.wavefront import WORTHWHILE, _cut, _diagonals, _rows, _time
 
 
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 8))
@@ -22,6 +23,16 @@ def test_stretches_cover_all_steps_once_in_order(steps: int, batch: int, wanted:
     assert max(lengths) - min(lengths) <= 1
     rows = [row for part in parts for row in range(steps * batch)[_rows(part, batch)]]
     assert rows == list(range(steps * batch))
+
+
+@pytest.mark.parametrize(
+    ("layers", "steps", "at_once", "gains"),
+    [(4, 1000, 4, True), (2, 1000, 2, True), (4, 400, 4, False), (2, 100, 4, False)],
+)
+def test_a_wavefront_is_for_many_steps(layers: int, steps: int, at_once: int, gains: bool) -> None:
+    alone = _time(layers, 1, steps, at_once)
+    best = min(_time(layers, count, steps, at_once) for count in range(2, 9))
+    assert (best < WORTHWHILE * alone) == gains
 
 
 @given(st.integers(1, 12), st.integers(1, 9))

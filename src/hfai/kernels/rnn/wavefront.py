@@ -26,10 +26,13 @@ from hfai.kernels.rnn.plan import Precision
 from hfai.kernels.rnn.products import common_width, padded, product
 from hfai.kernels.rnn.programs import Configuration
 
-# A stretch costs some 20 us more than its steps: its launch, its weights on their way into
-# registers, the product before it. Twice as many of them shorten the ramp at both ends.
-FEWEST_STEPS = 48
+# Microseconds on the host of a layer's stretch, both passes, and on the device of a layer's step,
+# measured with an H200: four layers of 256 units in stretches of 50 steps were bound by the host.
+STRETCH_ON_HOST = 400.0
+STEP_ON_DEVICE = 2.4
 MOST_STRETCHES = 8
+# Of the time of one layer after the other; above, the estimate is too close to tell.
+WORTHWHILE = 0.8
 # Left to the products, whose blocks do not fit beside a recurrence's on a multiprocessor.
 LEFT_TO_PRODUCTS = 4
 
@@ -63,9 +66,21 @@ def stretch_count(configuration: Configuration, layers: int, sequences: Sequence
     if layers == 1 or plan.directions > 1 or sequences.batch_sizes is not None:
         return 1
     room = jit.device_limits(configuration.device).multiprocessors - LEFT_TO_PRODUCTS
-    if room // (plan.blocks * plan.groups(steps.batch)) < 2:
+    at_once = room // (plan.blocks * plan.groups(steps.batch))
+    if at_once < 2:
         return 1
-    return max(1, min(steps.steps // FEWEST_STEPS, MOST_STRETCHES))
+    times = {
+        count: _time(layers, count, steps.steps, at_once) for count in range(1, MOST_STRETCHES + 1)
+    }
+    best = min(times, key=lambda count: times[count])
+    return best if times[best] < WORTHWHILE * times[1] else 1
+
+
+def _time(layers: int, stretches: int, steps: int, at_once: int) -> float:
+    """Return microseconds of both passes; `at_once` layers have room on the device together."""
+    in_turn = max(layers + stretches - 1, layers * stretches / at_once) if stretches > 1 else layers
+    on_device = in_turn * STEP_ON_DEVICE * steps / stretches
+    return max(on_device, layers * stretches * STRETCH_ON_HOST if stretches > 1 else 0.0)
 
 
 def forward(
