@@ -69,9 +69,8 @@ def stretch_count(configuration: Configuration, layers: int, sequences: Sequence
     at_once = room // (plan.blocks * plan.groups(steps.batch))
     if at_once < 2:
         return 1
-    times = {
-        count: _time(layers, count, steps.steps, at_once) for count in range(1, MOST_STRETCHES + 1)
-    }
+    most = min(MOST_STRETCHES, steps.steps)
+    times = {count: _time(layers, count, steps.steps, at_once) for count in range(1, most + 1)}
     best = min(times, key=lambda count: times[count])
     return best if times[best] < WORTHWHILE * times[1] else 1
 
