@@ -488,6 +488,38 @@ def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once() -> None:
         assert ended[rank].seconds < 5
 
 
+def the_maker_dies_before_all_have_opened(rank: int, world: int, store: str) -> None:
+    shared = dist.FileStore(store, world)
+    if rank != 1:
+        hfreduce.Reducer(shared, rank, world, timeout=20.0)
+        return
+    meeting = exchange.through_store(shared, rank, world, "group", 20.0)
+    members = segment.meet(meeting, "rank 1")
+    offers = 0
+
+    def slowly(text: str, watch: exchange.Watch | None) -> list[str]:
+        nonlocal offers
+        texts = meeting(text, watch)
+        offers += 1
+        if offers == 1:  # rank 0 has offered its memory: the next it says is that it has it
+            shared.wait(["hfreduce/group/1/2/0"])
+            os.kill(members[0].pid, signal.SIGKILL)
+            while _engine.start_time(members[0].pid) == members[0].start:
+                time.sleep(0.001)
+        return texts
+
+    segment.connect(slowly, rank, members, segment.Settings(), 20.0)
+
+
+def test_when_the_rank_with_the_memory_dies_before_others_have_opened_it_all_name_it() -> None:
+    """Found by the campaign: one of 500 rounds, a ConnectionError that named who could not open."""
+    ended = Ranks(the_maker_dies_before_all_have_opened, 3).join()
+    for rank in (1, 2):
+        assert ended[rank].error == "DeadPeerError", ended[rank].text
+        assert "rank 0 died before all had opened the group's memory" in ended[rank].text
+        assert ended[rank].seconds < 5
+
+
 def closed_by_a_handler(rank: int, world: int, store: str) -> str:
     group = reducer(rank, world, store, timeout=20)
     group.barrier()
