@@ -19,6 +19,7 @@ from hfreduce import dtypes, exchange, is_available, segment
 from tests.hfreduce.ranks import Ranks, reducer, run
 
 if is_available():
+    from hfreduce import _engine
     from hfreduce._engine import CudaPath
 
 pytestmark = [
@@ -98,6 +99,27 @@ def dies(rank: int, world: int, store: str, driver: str, words: bool) -> None:
     gpu.path.close()  # waits for the streams
 
 
+def dies_with_sums_to_fetch(rank: int, world: int, store: str, driver: str) -> float:
+    """The last rank dies when the others have the sums of a call and it has not."""
+    gpu = Gpu(rank, world, store, driver, words=True)
+    if rank == world - 1:
+        ctypes.CDLL(driver).hold_copies_to_the_gpu()
+    first, second = (data(rank, 1_000, torch.float32) for _ in range(2))
+    end = gpu.start(first)
+    if rank == world - 1:
+        gpu.reducer.barrier()  # the others have the sums
+        os._exit(0)
+    assert gpu.path.wait(end)[0] == 0
+    gpu.reducer.barrier()
+    while _engine.start_time(gpu.reducer._members[-1].pid) >= 0:
+        time.sleep(0.001)
+    begun = time.monotonic()
+    assert gpu.path.wait(gpu.start(second))[:2] == (1, world - 1)
+    took = time.monotonic() - begun
+    gpu.path.close()
+    return took
+
+
 def differs(rank: int, world: int, store: str, driver: str) -> None:
     """A rank calls with another size: all hear of it."""
     gpu = Gpu(rank, world, store, driver, words=True)
@@ -134,6 +156,12 @@ def test_when_a_rank_dies_the_others_hear_and_their_streams_run_dry(
 ) -> None:
     ended = Ranks(dies, 3, drivers[words], words).join()
     assert [end.error for end in ended] == ["", "", "Died"], ended
+
+
+def test_nobody_waits_for_a_dead_rank_to_fetch_its_sums(drivers: dict[bool, str]) -> None:
+    for end in Ranks(dies_with_sums_to_fetch, 3, drivers[True]).join()[:2]:
+        assert not end.error, end.text
+        assert end.value < 0.5  # the dead one is looked for every 20 ms
 
 
 def test_ranks_that_call_with_other_sizes_hear_of_it(drivers: dict[bool, str]) -> None:

@@ -368,10 +368,10 @@ class CudaPath {
   }
 
   // Ends all calls, those to come too. The streams then copy over slots from which a slower rank may
-  // still take what an earlier call gave it: that rank gets a second.
+  // still take what an earlier call gave it: that rank gets a second, unless it has failed or gone.
   void fail(const Status &status) {
-    int whose;
-    for (int i = 0; i < 1000 && ahead(returned_, least(&Progress::taken, whose)); ++i) {
+    segment_.member(rank_).state.store(State::kFailed);  // it takes no more from others' slots
+    for (int i = 0; i < 1000 && someone_is_behind(); ++i) {
       const timespec millisecond{0, 1'000'000};
       nanosleep(&millisecond, nullptr);
     }
@@ -380,6 +380,14 @@ class CudaPath {
     failure_ = status;
     streams_.let_go(submitted_.value.load());
     wake_all(finished_);
+  }
+
+  bool someone_is_behind() const {
+    for (int r = 0; r < world_; ++r)
+      if (ahead(returned_, segment_.progress(0, r).taken.value.load(std::memory_order_acquire)) &&
+          segment_.member(r).state.load() == State::kAttached && !group_.waiter().peers->is_dead(r))
+        return true;
+    return false;
   }
 
   // Some 200 µs of looking, where there are processors to spare: the next chunk is that near.
