@@ -370,7 +370,7 @@ class Reducer:
         if self.world_size == 1:
             done = CudaHandle(None, None, torch.cuda.current_stream(tensor.device))
             return done if async_op else None
-        handle = self.gpu(tensor.device).all_reduce(tensor, op)
+        handle = self.gpu(tensor.device).all_reduce(tensor, op, apart=async_op)
         if async_op:
             return handle
         handle.wait()

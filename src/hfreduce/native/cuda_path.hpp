@@ -335,6 +335,7 @@ class CudaPath {
       if (leave_ == Leave::kMemory) copy_past_caches(target, sums, size);
       if (leave_ == Leave::kShared)  // what others' copies are to overwrite, too
         for (const void *source : sources) hand_on(source, size);
+      if (leave_ == Leave::kSums) hand_on(target, size);
     }
     settle();
     trace_.note(Stage::kAdded, number, thread);

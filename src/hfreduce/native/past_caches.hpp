@@ -19,9 +19,9 @@
 
 namespace hfreduce {
 
-// Where sums are left for the GPU: in the cache that all cores share, in memory, or wherever the
-// processor leaves what a core stores.
-enum class Leave { kShared, kMemory, kCore };
+// Where sums are left for the GPU: in the cache that all cores share, alone or with what they were
+// added from; in memory; or wherever the processor leaves what a core stores.
+enum class Leave { kShared, kSums, kMemory, kCore };
 
 // Whether the processor can be asked to hand lines on to the shared cache (Intel, from 2023 on).
 inline bool can_hand_on() {
@@ -39,9 +39,10 @@ inline Leave where_to_leave() {
   if (!named || !*named) return can_hand_on() ? Leave::kShared : Leave::kMemory;
   const std::string name = named;
   if (name == "shared") return Leave::kShared;
+  if (name == "sums") return Leave::kSums;
   if (name == "memory") return Leave::kMemory;
   if (name == "core") return Leave::kCore;
-  throw std::runtime_error("HFREDUCE_CACHES=" + name + " is not known: use shared, memory or core");
+  throw std::runtime_error("HFREDUCE_CACHES=" + name + " is not known: use shared, sums, memory or core");
 }
 
 // Asks for lines to be handed on; a hint that processors without it ignore.

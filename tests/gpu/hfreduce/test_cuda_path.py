@@ -93,7 +93,11 @@ def in_order(rank: int, world: int, store: str) -> None:
             x = x - 1
         torch.cuda.current_stream().wait_stream(side)
     handles = []
-    tensors = [torch.full((100_000,), float(rank + i), device=gpu) for i in range(30)]
+    # Every other one is enqueued by another thread, and the rest take their turn behind it.
+    tensors = [
+        torch.full((2_000_000 if i % 2 else 100_000,), float(rank + i), device=gpu)
+        for i in range(30)
+    ]
     for tensor in tensors:
         handles.append(group.all_reduce(tensor, async_op=True))
     for i, (tensor, handle) in enumerate(zip(tensors, handles, strict=True)):
