@@ -11,13 +11,12 @@ import errno
 import json
 import os
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from hfreduce import topology
 from hfreduce.errors import DeadPeerError, SeveralNodesError, UnavailableError
-from hfreduce.exchange import Exchange, Watch
+from hfreduce.exchange import Exchange, Watch, dying
 
 try:
     from hfreduce import _engine
@@ -38,8 +37,6 @@ PATIENCE = {"pauses": 100, "yields": 0}
 IMPATIENCE = {"pauses": 0, "yields": 2}
 # What opening a file of a process that is gone, or going, fails with.
 _OF_THE_DEAD = {errno.ENOENT, errno.ESRCH, errno.ESTALE, errno.EACCES, errno.EPERM}
-# Seconds between the end of a process's files and its own: of those with a GPU, the driver's time.
-_DYING = 1.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +168,7 @@ def connect(
                 **patience,
             )
         except OSError as error:
-            lost = error.errno in _OF_THE_DEAD and _dies(0, watch)
+            lost = error.errno in _OF_THE_DEAD and 0 in dying(watch, 0)
             failed = (
                 f"{error}: the ranks of a node must run as one user and see each other in /proc, "
                 f"and the memory must fit each one's limits"
@@ -189,14 +186,6 @@ def connect(
     assert group is not None
     outcome = group.join([m.pid for m in members], [m.start for m in members], timeout)
     return group, settings, outcome
-
-
-def _dies(rank: int, watch: Watch) -> bool:
-    """Say whether a rank is dead, or turns out to be: its files go a moment before it does."""
-    deadline = time.monotonic() + _DYING
-    while not (dead := rank in watch()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return dead
 
 
 def _watch(members: list[Member]) -> Watch:

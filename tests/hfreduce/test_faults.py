@@ -28,9 +28,13 @@ KILL_ROUNDS = int(os.environ.get("HFREDUCE_KILL_ROUNDS", "5"))
 TIMEOUT = 3.0
 
 
-def for_ever(rank: int, world: int, store: str, seed: int) -> None:
+def for_ever(rank: int, world: int, store: str, seed: int, port: int) -> None:
     """Call collectives of all kinds and sizes, some asynchronous, until something breaks."""
-    group = reducer(rank, world, store, timeout=TIMEOUT, threads=1 + seed % 2, chunk_bytes=64 << 10)
+    shared = dist.TCPStore("127.0.0.1", port)
+    threads = 1 + seed % 2
+    group = hfreduce.Reducer(
+        shared, rank, world, timeout=TIMEOUT, threads=threads, chunk_bytes=64 << 10
+    )
     draw = random.Random(seed)  # the same on all ranks
     while True:
         size = draw.choice([0, 10, 3000, 100_000, 1_000_000])
@@ -58,7 +62,9 @@ def test_when_a_rank_is_killed_at_any_point_all_others_name_it_in_time() -> None
     for turn in range(KILL_ROUNDS):
         world = draw.choice([2, 3, 4])
         victim, delay = draw.randrange(world), draw.random() * 1.2
-        ranks = Ranks(for_ever, world, draw.randrange(1000))
+        # Not torch's FileStore: one killed in the middle of a write has all others read for ever.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = Ranks(for_ever, world, draw.randrange(1000), store.port)
         time.sleep(delay)
         ranks.kill(victim)
         killed = time.monotonic()
@@ -518,6 +524,30 @@ def test_when_the_rank_with_the_memory_dies_before_others_have_opened_it_all_nam
         assert ended[rank].error == "DeadPeerError", ended[rank].text
         assert "rank 0 died before all had opened the group's memory" in ended[rank].text
         assert ended[rank].seconds < 5
+
+
+def store_goes(rank: int, world: int, store: str, known: bool) -> None:
+    files = dist.FileStore(store, world)
+    if rank == 0:
+        shared = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        files.set("port", str(shared.port))
+        if known:
+            segment.meet(exchange.through_store(shared, rank, world, "group", 20.0), "rank 0")
+        files.wait(["others"])
+        time.sleep(0.3)  # they wait for this rank's next text
+        os.kill(os.getpid(), signal.SIGKILL)
+    shared = dist.TCPStore("127.0.0.1", int(files.get("port")))
+    if files.add("came", 1) == world - 1:
+        files.set("others", "1")
+    hfreduce.Reducer(shared, rank, world, timeout=20.0)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_when_the_rank_that_serves_the_store_dies_the_others_hear_at_once(known: bool) -> None:
+    for end in Ranks(store_goes, 3, known).join()[1:]:
+        assert end.error == ("DeadPeerError" if known else "ConnectionError"), end.text
+        assert ("rank 0 died while" if known else "mostly rank 0 (") in end.text.splitlines()[-1]
+        assert end.seconds < 5
 
 
 def closed_by_a_handler(rank: int, world: int, store: str) -> str:

@@ -1,4 +1,4 @@
-"""The lines of the original's README run unchanged, over NCCL: on two GPUs, or by one rank on one."""
+"""The lines of the original's README run unchanged over NCCL, by two ranks or, on one GPU, one."""
 
 from __future__ import annotations
 
