@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hfreduce import dtypes, outcome, segment
+from hfreduce import dtypes, outcome, segment, topology
 from hfreduce.errors import UnavailableError
 from hfreduce.exchange import Exchange
 from hfreduce.worker import Worker
@@ -289,6 +289,7 @@ def _open(
 
     try:
         torch.cuda.current_stream(device)  # torch makes the device's context, if nobody has
-        return CudaPath(group, device.index, flags, threads), ""
+        with topology.running_on(topology.near(topology.address(device))):  # so do its threads
+            return CudaPath(group, device.index, flags, threads), ""
     except RuntimeError as error:
         return None, str(error)

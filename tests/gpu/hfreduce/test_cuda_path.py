@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 import hfreduce
 from haiscale.ddp import DistributedDataParallel
+from hfreduce import topology
 from tests.hfreduce.ranks import Ranks, reducer, run
 
 CHUNK = 256 << 10
@@ -63,6 +64,14 @@ def sums(rank: int, world: int, store: str, flags: bool) -> bool:
 def test_sums_have_the_defined_bits(world: int, flags: bool) -> None:
     used = run(sums, world, flags, timeout=120)
     assert used == [flags] * world, "the driver has no stream memory operations"
+
+
+def test_a_gpus_place_on_the_bus_is_known_to_sysfs() -> None:
+    address = topology.address(torch.device("cuda", 0))
+    there = [path.name for path in (topology.SYSFS / "bus/pci/devices").glob("*")]
+    if not address or not there:
+        pytest.skip("this version of torch does not say it, or this machine shows no bus")
+    assert address in there
 
 
 def one_rank(rank: int, world: int, store: str) -> None:
