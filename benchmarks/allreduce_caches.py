@@ -6,7 +6,8 @@ All settings live at once and are asked in turn, round after round, another one 
 each: the time of an all-reduce among several in a row, and by the trace how long a piece of 64 KiB
 was being added, how long a chunk waited for its sum, and how long its copy back took. "sums": lines
 of sums are handed on to the cache that all cores share; "shared": those of what they were added
-from too; "core": none. Ranks that share a GPU share its link: then the copies bound the rate.
+from too; "size", the default: one or the other by the size of the call; "core": none. Ranks that
+share a GPU share its link: then the copies bound the rate.
 """
 
 from __future__ import annotations
@@ -32,14 +33,8 @@ import hfreduce
 from benchmarks.harness import machine
 
 MIB = 1 << 20
-SIZES = [25, 186, 1024]  # MiB
-SETTINGS = [
-    ("shared", 6),
-    ("sums", 6),
-    ("shared", 8),
-    ("sums", 8),
-    ("core", 6),
-]
+SIZES = [25, 64, 186, 1024]  # MiB
+SETTINGS = [("size", 6), ("shared", 6), ("sums", 6), ("core", 6), ("size", 4), ("size", 8)]
 # What is read from the trace: a name, and between which stages.
 STEPS = {
     "piece_us": ("adding", "added"),

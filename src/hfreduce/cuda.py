@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 # Large enough that a copy runs at the link's speed, small enough that a rank's slots stay few: on
 # an H200 one rank copied 1 GiB out and back at 27 GiB/s in chunks of 1 MiB, at 38 in chunks of 4,
 # at 42 of 8, at 45 of 32.
-# Of six settings of threads (4 to 8), chunks (2 to 8 MiB) and slots (6 to 24) the fastest for
-# 186 MiB on two H200s with 16 cores a rank. In a later run 8 threads were faster than 6 (30.6 and
-# 40.5 GiB/s at 25 and 186 MiB, 27.2 and 26.7), for two threads more; not compared again since.
+# Chunks and slots: of six settings the fastest for 186 MiB on two H200s with 16 cores a rank.
+# Threads: there 8 gave 30.6 and 40.5 GiB/s at 25 and 186 MiB in one trial, 6 gave 27.2 and 26.7.
 CHUNK_BYTES = 8 << 20
 SLOTS = 8
-MOST_THREADS = 6
+MOST_THREADS = 8
 # From how many bytes on an asynchronous call is enqueued by another thread: its 50 calls of the
-# driver take some 150 µs, which a backward pass would spend in place of launching kernels.
+# driver and the threads that it wakes take some 250 µs, in which a backward pass would launch none
+# of its kernels.
 APART_BYTES = 1 << 20
 _WRAP = 1 << 32
 # What a chunk passes, in order; the engine's numbers (native/trace.hpp).
@@ -218,28 +218,29 @@ class CudaReducer:
             ready = event()
             ready.record(torch.cuda.current_stream(self.device))
             before = self._overlapping(pointer, pointer + tensor.nbytes)
-            # Announced before it is enqueued: the GPU's queues may be shorter than the call.
-            self._path.submit(pointer, count, dtype, number, first)
             done = event() if self._path.flags else None
+            ended: Future[None] = Future()
 
             def enqueue() -> None:
-                self._out.wait_event(ready)
-                for other in before:
-                    self._out.wait_event(other)
-                if done is not None:
-                    self._path.enqueue(pointer, count, dtype, number, first)
-                    done.record(self._back)
+                try:
+                    self._out.wait_event(ready)
+                    for other in before:
+                        self._out.wait_event(other)
+                    # Announced first: the GPU's queues may be shorter than the call.
+                    self._path.submit(pointer, count, dtype, number, first)
+                    if done is not None:
+                        self._path.enqueue(pointer, count, dtype, number, first)
+                        done.record(self._back)
+                finally:  # afterwards, since its thread takes the GIL for a while
+                    self._worker.submit(lambda: self._end(tensor, end), ended)
 
             enqueued = None
-            try:
-                if apart and done is not None and tensor.nbytes >= APART_BYTES:
-                    enqueued = self._enqueuer.submit(enqueue)
-                else:
-                    self._enqueuer.call(enqueue)
-            finally:  # afterwards, since its thread takes the GIL for a while
-                future = self._worker.submit(lambda: self._end(tensor, end))
-            self._pending.append((pointer, pointer + tensor.nbytes, future, done))
-        return CudaHandle(future, done, self._back, enqueued)
+            if apart and done is not None and tensor.nbytes >= APART_BYTES:
+                enqueued = self._enqueuer.submit(enqueue)
+            else:
+                self._enqueuer.call(enqueue)
+            self._pending.append((pointer, pointer + tensor.nbytes, ended, done))
+        return CudaHandle(ended, done, self._back, enqueued)
 
     def set_timeout(self, seconds: float) -> None:
         """Change how late a rank may be, for calls under way too."""

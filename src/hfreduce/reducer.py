@@ -190,7 +190,7 @@ class Reducer(Collectives):
             chunk_bytes: What is copied at a time, at most; a multiple of 4096.
             flags: Let streams wait for words where the driver can, and not the host for events.
             slots: Chunks of this rank that may be under way at a time, from 4 on.
-            threads: That add; None: up to 6, where there are two processors for each.
+            threads: That add; None: up to 8, where there are two processors for each.
 
         Raises:
             UnavailableError: A rank could not pin the memory.

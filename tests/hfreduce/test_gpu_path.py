@@ -83,6 +83,22 @@ def sums(rank: int, world: int, store: str, driver: str, words: bool) -> None:
     gpu.path.close()
 
 
+def left_anywhere(rank: int, world: int, store: str, driver: str) -> None:
+    """Wherever sums are left for the GPU, they are the same; an unknown place is named."""
+    for place in ("size", "shared", "sums", "memory", "core"):
+        os.environ["HFREDUCE_CACHES"] = place
+        gpu = Gpu(rank, world, store, driver, words=True)
+        for count in (1000, 1_000_003, 9_000_001):  # the last beyond 32 MiB
+            tensor = torch.full((count,), rank + 1.0)
+            assert gpu.path.wait(gpu.start(tensor))[0] == 0
+            assert (tensor == world * (world + 1) / 2).all(), (place, count)
+        gpu.reducer.barrier()
+        gpu.path.close()
+    os.environ["HFREDUCE_CACHES"] = "attic"
+    with pytest.raises(RuntimeError, match="HFREDUCE_CACHES=attic is not known: use size, shared"):
+        Gpu(rank, world, store, driver, words=True)
+
+
 def dies(rank: int, world: int, store: str, driver: str, words: bool) -> None:
     """The last rank dies in the middle: the others' streams are let go, and they hear of it."""
     gpu = Gpu(rank, world, store, driver, words)
@@ -148,6 +164,10 @@ def test_sums_of_all_sizes_have_the_defined_bits(
     drivers: dict[bool, str], world: int, words: bool
 ) -> None:
     run(sums, world, drivers[words], words)
+
+
+def test_wherever_sums_are_left_they_are_the_same(drivers: dict[bool, str]) -> None:
+    run(left_anywhere, 2, drivers[True])
 
 
 @pytest.mark.parametrize("words", [True, False])

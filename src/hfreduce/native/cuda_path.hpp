@@ -322,6 +322,9 @@ class CudaPath {
     const int64_t until = std::min(slice.begin + slice.size, from + kPieceBytes / item);
     const auto function = group_.table().functions[static_cast<size_t>(chunk.call.dtype)]
                                                   [static_cast<size_t>(chunk.call.op)];
+    Leave leave = leave_;
+    if (leave == Leave::kBySize)
+      leave = chunk.call.count * item <= kSourcesBytes ? Leave::kShared : Leave::kSums;
     std::vector<const void *> sources(static_cast<size_t>(world_));
     alignas(64) char sums[kBlockBytes];
     for (int64_t i = from; i < until; i += kBlockBytes / item) {
@@ -330,12 +333,12 @@ class CudaPath {
       for (int r = 0; r < world_; ++r)
         sources[static_cast<size_t>(r)] = segment_.slot(0, r, number) + i * item;
       char *const target = segment_.slot(0, 0, number) + i * item;
-      char *const out = leave_ == Leave::kMemory ? sums : target;
+      char *const out = leave == Leave::kMemory ? sums : target;
       function(sources.data(), world_, out, nullptr, static_cast<size_t>(elements));
-      if (leave_ == Leave::kMemory) copy_past_caches(target, sums, size);
-      if (leave_ == Leave::kShared)  // what others' copies are to overwrite, too
+      if (leave == Leave::kMemory) copy_past_caches(target, sums, size);
+      if (leave == Leave::kShared)  // what others' copies are to overwrite, too
         for (const void *source : sources) hand_on(source, size);
-      if (leave_ == Leave::kSums) hand_on(target, size);
+      if (leave == Leave::kSums) hand_on(target, size);
     }
     settle();
     trace_.note(Stage::kAdded, number, thread);
