@@ -171,7 +171,7 @@ def through_collectives(group: Reducer) -> Exchange:
     return exchange
 
 
-def when_there(store: Store, key: str, deadline: float) -> str:
+def when_there(store: Store, key: str, deadline: float, who: str) -> str:
     """Return what a store has under a key, when somebody has set it.
 
     The store's own `get` waits for as long as the store was told to when it was made.
@@ -180,6 +180,7 @@ def when_there(store: Store, key: str, deadline: float) -> str:
         store: That all ranks reach.
         key: That another rank sets.
         deadline: Of time.monotonic().
+        who: Sets it, for the message.
 
     Raises:
         RuntimeError: torch's, where the store's server is gone.
@@ -188,7 +189,7 @@ def when_there(store: Store, key: str, deadline: float) -> str:
     pause, longest = _PAUSES
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise TimeoutError("another rank did not come, or failed before: look for its error")
+            raise TimeoutError(f"{who} did not come, or failed before: look for its error")
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return store.get(key).decode()
