@@ -186,8 +186,8 @@ def one_cannot_map(rank: int, world: int, store: str, instructions: bool) -> Non
         os.environ["HFREDUCE_INSTRUCTIONS"] = "none"
     elif rank == 1:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + (200 << 20),) * 2)
-    reducer(rank, world, store, timeout=20, chunk_bytes=64 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (60 << 20),) * 2)
+    reducer(rank, world, store, timeout=20, chunk_bytes=16 << 20)
 
 
 @pytest.mark.parametrize("instructions", [False, True])
@@ -477,21 +477,43 @@ def test_a_process_with_another_one_s_number_counts_as_dead(tmp_path: Path) -> N
     assert group.join([me, me], [start, start - 1], 20.0)[:2] == (1, 1)
 
 
-def dies_in_the_making(rank: int, world: int, store: str) -> None:
-    if rank == 1:
-        shared = dist.FileStore(store, world)
-        meeting = exchange.through_store(shared, rank, world, "group", 20.0)
-        segment.meet(meeting, "rank 1")
-        os._exit(1)
-    reducer(rank, world, store, timeout=20.0)
+def dies_in_the_making(
+    rank: int, world: int, store: str, victim: int, turn: int, said: bool
+) -> None:
+    shared = dist.FileStore(store, world)
+    if rank != victim:
+        hfreduce.Reducer(shared, rank, world, timeout=20.0)
+        return
+    meeting = exchange.through_store(shared, rank, world, "group", 20.0)
+    turns = 0
+
+    def up_to(text: str, watch: exchange.Watch | None) -> list[str]:
+        nonlocal turns
+        if turns == turn:
+            if said:
+                shared.set(f"hfreduce/group/1/{turn}/{rank}", text)
+            os.kill(os.getpid(), signal.SIGKILL)
+        turns += 1
+        return meeting(text, watch)
+
+    members = segment.meet(up_to, f"rank {rank}")
+    segment.connect(up_to, rank, members, segment.Settings(), 20.0)
 
 
-def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once() -> None:
-    ended = Ranks(dies_in_the_making, 3).join()
-    for rank in (0, 2):
-        assert ended[rank].error == "DeadPeerError"
-        assert "rank 1 died while the group 'group' was made" in ended[rank].text
-        assert ended[rank].seconds < 5
+# What ranks say to each other: 0 who they are, 1 where the memory is, 2 that they have it.
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("turn", "said"), [(0, True), (1, False), (1, True), (2, False), (2, True)]
+)
+def test_a_rank_that_dies_while_the_group_is_made_is_named_at_once(
+    victim: int, turn: int, said: bool
+) -> None:
+    ended = Ranks(dies_in_the_making, 3, victim, turn, said).join()
+    assert ended[victim].code == -signal.SIGKILL
+    for end in (end for rank, end in enumerate(ended) if rank != victim):
+        assert end.error == "DeadPeerError", end.text
+        assert f"rank {victim}" in end.text.splitlines()[-1]
+        assert end.seconds < 5
 
 
 def the_maker_dies_before_all_have_opened(rank: int, world: int, store: str) -> None:
