@@ -33,7 +33,7 @@ import hfreduce
 from benchmarks.harness import machine
 
 MIB = 1 << 20
-SIZES = [25, 64, 186, 1024]  # MiB
+SIZES = [25, 64, 186]  # MiB
 SETTINGS = [("size", 6), ("shared", 6), ("sums", 6), ("core", 6), ("size", 4), ("size", 8)]
 # What is read from the trace: a name, and between which stages.
 STEPS = {
