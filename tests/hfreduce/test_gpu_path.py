@@ -136,6 +136,20 @@ def dies_with_sums_to_fetch(rank: int, world: int, store: str, driver: str) -> f
     return took
 
 
+def comes_late(rank: int, world: int, store: str, driver: str) -> float:
+    """The last rank comes when the others have given it up: all hear of it, it too."""
+    gpu = Gpu(rank, world, store, driver, words=True)
+    gpu.group.set_timeout(0.3)
+    if rank == world - 1:
+        time.sleep(1.5)
+    tensor = data(rank, 1000, torch.float32)
+    begun = time.monotonic()
+    assert gpu.path.wait(gpu.start(tensor))[:2] == (2, world - 1)
+    took = time.monotonic() - begun
+    gpu.path.close()
+    return took
+
+
 def differs(rank: int, world: int, store: str, driver: str) -> None:
     """A rank calls with another size: all hear of it."""
     gpu = Gpu(rank, world, store, driver, words=True)
@@ -182,6 +196,11 @@ def test_nobody_waits_for_a_dead_rank_to_fetch_its_sums(drivers: dict[bool, str]
     for end in Ranks(dies_with_sums_to_fetch, 3, drivers[True]).join()[:2]:
         assert not end.error, end.text
         assert end.value < 0.5  # the dead one is looked for every 20 ms
+
+
+def test_a_late_rank_is_named_by_all_within_the_timeout(drivers: dict[bool, str]) -> None:
+    took = run(comes_late, 3, drivers[True])
+    assert all(0.2 < seconds < 1.4 for seconds in took[:2]), took
 
 
 def test_ranks_that_call_with_other_sizes_hear_of_it(drivers: dict[bool, str]) -> None:
