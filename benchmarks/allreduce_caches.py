@@ -33,7 +33,7 @@ import hfreduce
 from benchmarks.harness import machine
 
 MIB = 1 << 20
-SIZES = [25, 64, 186]  # MiB
+SIZES = (25, 64, 186, 1024)  # MiB
 SETTINGS = [("size", 6), ("shared", 6), ("sums", 6), ("core", 6), ("size", 4), ("size", 8)]
 # What is read from the trace: a name, and between which stages.
 STEPS = {
@@ -44,7 +44,9 @@ STEPS = {
 Notes = list[tuple[int, str, int, int]]
 
 
-def measure(rank: int, ranks: int, work: str, rounds: int, budget: float) -> None:
+def measure(
+    rank: int, ranks: int, work: str, rounds: int, budget: float, sizes: tuple[int, ...]
+) -> None:
     """Run all sizes in one rank; rank 0 writes a line of JSON for each."""
     torch.set_num_threads(1)
     gpu = torch.device("cuda", rank % torch.cuda.device_count())
@@ -58,7 +60,7 @@ def measure(rank: int, ranks: int, work: str, rounds: int, budget: float) -> Non
         reducer = hfreduce.Reducer(store, rank, ranks, timeout=20, name=name)
         paths[name] = reducer, reducer.gpu(gpu, threads=threads)
     begin = time.monotonic()
-    for mib in SIZES:
+    for mib in sizes:
         tensor = torch.zeros(mib * MIB // 4, device=gpu)
         calls = max(2, min(20, 512 // mib))
         found: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
@@ -119,11 +121,14 @@ def steps(notes: Notes) -> dict[str, float]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--ranks", default=2, show_default=True)
+@click.option("--mib", multiple=True, type=click.IntRange(1), default=SIZES, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True)
 @click.option("--budget", default=12.0, show_default=True, help="Seconds for all sizes.")
 @click.option("--commit", default="", help="What is measured, where git does not know.")
 @click.option("--out", type=click.Path(path_type=Path), help="The result file, or - for none.")
-def main(ranks: int, rounds: int, budget: float, commit: str, out: Path | None) -> None:
+def main(
+    ranks: int, mib: tuple[int, ...], rounds: int, budget: float, commit: str, out: Path | None
+) -> None:
     """Measure all-reduces of GPU tensors by where cache lines are left and by threads."""
     if not torch.cuda.is_available():
         click.echo("allreduce_caches.py: needs a GPU, and there is none", err=True)
@@ -137,16 +142,20 @@ def main(ranks: int, rounds: int, budget: float, commit: str, out: Path | None) 
         "commit": commit or machine.commit(),
         "date": machine.now(),
         "command": f"python benchmarks/allreduce_caches.py --ranks {ranks} --rounds {rounds} "
-        f"--budget {budget:g}",
+        f"--budget {budget:g} " + " ".join(f"--mib {size}" for size in mib),
         "gpus": torch.cuda.device_count(),
         "processors": os.cpu_count(),
+        "complete": True,
         "cases": [],
     }
     with tempfile.TemporaryDirectory() as work:
         start: Any = multiprocessing.spawn  # type: ignore[attr-defined]
-        start(measure, (ranks, work, rounds, budget), nprocs=ranks)
+        start(measure, (ranks, work, rounds, budget, mib), nprocs=ranks)
         lines = Path(work, "cases").read_text().splitlines()
         result["cases"] += [json.loads(line) for line in lines]
+    result["complete"] = all(
+        len(row["ms"]) == rounds for case in result["cases"] for row in case["rows"]
+    )
     if str(out) != "-":
         directory = machine.ROOT / "benchmarks" / "results" / result["machine"]["slug"]
         path = out or directory / "allreduce_caches.json"

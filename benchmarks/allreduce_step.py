@@ -134,6 +134,7 @@ def main(sequences: int, rounds: int, budget: float, commit: str, out: Path | No
         "date": machine.now(),
         "command": f"python benchmarks/allreduce_step.py --sequences {sequences} "
         f"--rounds {rounds} --budget {budget:g}",
+        "complete": True,
         "cases": [],
     }
     found: dict[tuple[bool, str], list[dict[str, float]]] = {}
@@ -170,6 +171,9 @@ def main(sequences: int, rounds: int, budget: float, commit: str, out: Path | No
             shown = " ".join(f"{key} {value:.1f}" for key, value in middle.items())
             click.echo(f"averaging {sync}, {name}: {shown}; ms {columns['ms']}")
         result["cases"].append({"model": MODEL, "averaging": sync, "rows": rows})
+    result["complete"] = all(
+        len(row["ms"]) == rounds for case in result["cases"] for row in case["rows"]
+    )
     if str(out) != "-":
         directory = machine.ROOT / "benchmarks" / "results" / result["machine"]["slug"]
         path = out or directory / "allreduce_step.json"
