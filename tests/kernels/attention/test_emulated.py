@@ -32,7 +32,8 @@ def _emulation(monkeypatch: pytest.MonkeyPatch) -> None:
         name: str, plan: Any, dtype: torch.dtype, device: int, constants: Any
     ) -> emulated.EmulatedKernel:
         sources, constants = programs.sources_of(plan), plan.constants() | constants
-        return emulated.load(sources, constants, dtype, name, plan.threads, plan.shared_bytes)
+        types = programs.types_of(plan, dtype)
+        return emulated.load(sources, constants, types, name, plan.threads, plan.shared_bytes)
 
     monkeypatch.setattr(programs, "_load", load)
     for kept in ("_forward", "_backward", "_weights"):
@@ -88,7 +89,7 @@ def test_keys_in_several_parts_with_all_masks_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "head_dim", "dtype"), [(256, 256, 64, BF16), (70, 203, 40, FP16)]
+    ("rows", "keys", "head_dim", "dtype"), [(256, 256, 64, BF16), (70, 203, 40, FP16), (130, 180, 56, FP32)]
 )
 def test_warpgroups(rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> None:
     case = call(dtype, 1, rows, keys, 2, head_dim, masking=Masking(causal=rows == keys))

@@ -30,7 +30,8 @@ def check(
 ) -> None:
     assert chosen is not None
     sources = programs.sources_of(chosen)
-    text = jit.program_text(sources, chosen.constants() | constants, {"T": dtype})
+    types = programs.types_of(chosen, dtype)
+    text = jit.program_text(sources, chosen.constants() | constants, types)
     compiled_for = programs.architecture_of(chosen) or architecture
     (kernel,) = resources(text, compiled_for).values()
     full = kernel.registers >= 126

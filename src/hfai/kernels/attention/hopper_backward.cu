@@ -1,4 +1,5 @@
-// What backward.cu computes, by warpgroups' products: for half precision on Hopper.
+// What backward.cu computes, by warpgroups' products: for half precision, and fp32 as scaled.cuh has it,
+// on Hopper.
 //
 // A block takes one head of one batch: all of k, v, q and dout go to shared memory, the first tile of
 // rows with k and v before the others. A warpgroup owns 64 keys, whose dk and dv stay in registers,
@@ -24,7 +25,7 @@ static_assert(TILE_ROWS % PASS_ROWS == 0 && PASS_ROWS % 16 == 0, "whole passes")
 // Of dS^T in shared memory; `out` lies in those that nothing is written to before all rows are there.
 constexpr int DSCORE_TILES = ROW_TILES - (OVERLAID ? 1 : 0);
 constexpr int OUT_TILE = ROW_TILES > 1 ? 1 : 0;
-static_assert((DSCORE_TILES - OUT_TILE) * GROUPS >= ROW_TILES, "room for out");
+static_assert(SCALED || (DSCORE_TILES - OUT_TILE) * GROUPS >= ROW_TILES, "room for out");
 static_assert(!OVERLAID || GROUPS <= 2 * (ROW_TILES - 1), "tiles enough to lie over");
 
 extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, the key mask
@@ -83,7 +84,7 @@ __device__ __forceinline__ void store_transposed(char* tile, int column,
           dscore.word[t][h];
 }
 
-__device__ __forceinline__ void store_scaled(T* target, i64 stride, int rows, float factor,
+__device__ __forceinline__ void store_scaled(IO* target, i64 stride, int rows, float factor,
                                              float (&sum)[COLUMNS / 8][4]) {
 #pragma unroll
   for (int t = 0; t < COLUMNS / 8; ++t)
@@ -93,8 +94,8 @@ __device__ __forceinline__ void store_scaled(T* target, i64 stride, int rows, fl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention_backward(
-    const T* q, const T* k, const T* v, const T* out, const T* dout, const float* lse,
-    const void* mask, const void* key_mask, T* dq, T* dk, T* dv, i64 q_batch, i64 q_row, i64 q_head,
+    const IO* q, const IO* k, const IO* v, const IO* out, const IO* dout, const float* lse,
+    const void* mask, const void* key_mask, IO* dq, IO* dk, IO* dv, i64 q_batch, i64 q_row, i64 q_head,
     i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
     i64 out_row, i64 out_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 dq_batch,
     i64 dq_row, i64 dq_head, i64 dk_batch, i64 dk_row, i64 dk_head, i64 dv_batch, i64 dv_row,
@@ -118,9 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   float* const lse_2 = reinterpret_cast<float*>(dscores + DSCORE_TILES * GROUPS * TILE_BYTES);
   float* const delta = lse_2 + ROWS;
   float* const key_added = delta + ROWS;
-  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
-                       rows, keys, factor};
-  const float to_exponent = masks.exponent_factor();
   const auto dscores_of = [&](int tile) {
     return OVERLAID && tile + 1 == ROW_TILES ? all_rows : dscores + tile * GROUPS * TILE_BYTES;
   };
@@ -142,20 +140,76 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     const int row = i * THREADS + threadIdx.x;
     own_lse[i] = row < rows ? first_of_sum(lse + row) : INFINITE;  // no probability beyond the last
   }
-  copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
-  copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
-  copy_tile(0);
-  copy_async_commit();
+  float score_factor = factor, dquery_factor = scale, dkey_factor = scale, dvalue_factor = 1.0f;
+  float shift = 0.0f, dscore_factor = 1.0f;
+  if constexpr (SCALED) {
+    constexpr int WARPS = THREADS / 32;
+    float* const largest = reinterpret_cast<float*>(dscores);  // which nothing is in yet
+    prefetch_rows<THREADS>(v, v_row, keys);
+    prefetch_rows<THREADS>(dout, dout_row, rows);
+    prefetch_rows<THREADS>(out, out_row, rows);
+    HeldRows<KEYS, THREADS> some_keys, some_values;
+    HeldRows<ROWS, THREADS> some_rows, some_dout, some_out;
+    some_keys.load(k, k_row, keys);
+    some_rows.load(q, q_row, rows);
+    float largest_lse = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) {
+      const float size = fabsf(own_lse[i]);
+      largest_lse = fmaxf(largest_lse, size < INFINITE ? size : 0.0f);
+    }
+    leave_largest<THREADS>(largest, some_keys.largest());
+    leave_largest<THREADS>(largest + WARPS, some_rows.largest());
+    leave_largest<THREADS>(largest + 2 * WARPS, largest_lse);
+    some_values.load(v, v_row, keys);
+    __syncthreads();
+    const Scale of_keys = scale_for(read_largest<THREADS>(largest));
+    const Scale of_rows = scale_for(read_largest<THREADS>(largest + WARPS));
+    // All probabilities of a head alike; where numbers are added, the sum's second part is shifted.
+    if (SUM_APART || read_largest<THREADS>(largest + 2 * WARPS) < MOST_SHIFTED)
+      shift = PROBABILITY_SHIFT;
+    some_keys.store(all_keys, of_keys.to);
+    some_rows.store<ROWS_BYTES>(all_rows, of_rows.to);
+    leave_largest<THREADS>(largest + 3 * WARPS, some_values.largest());
+    some_dout.load(dout, dout_row, rows);
+    some_out.load(out, out_row, rows);
+    __syncthreads();
+    const Scale of_values = scale_for(read_largest<THREADS>(largest + 3 * WARPS));
+    some_values.store(all_values, of_values.to);
+    leave_largest<THREADS>(largest + 4 * WARPS, some_dout.largest());
+    __syncthreads();
+    const Scale of_dout = scale_for(read_largest<THREADS>(largest + 4 * WARPS));
+    some_dout.store<ROWS_BYTES>(all_rows + TILE_BYTES, of_dout.to);
+    // Of dP, a product of 64 columns, and delta no more than 2^36 is possible, of dS that fp16 has.
+    dscore_factor = shift > 0.0f ? 0x1p-36f : 0x1p-22f;
+    some_dout.sum_products(delta, some_out, of_dout.to, of_values.to * dscore_factor);
+    const float dscore_back = of_dout.back * of_values.back * 0x1p22f;
+    score_factor = bounded(factor * of_rows.back * of_keys.back);
+    dquery_factor = bounded(scale * of_keys.back * dscore_back);
+    dkey_factor = bounded(scale * of_rows.back * dscore_back);
+    dvalue_factor = of_dout.back * (shift > 0.0f ? 0x1p-14f : 1.0f);
+  } else {
+    copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
+    copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
+    copy_tile(0);
+    copy_async_commit();
 #pragma unroll 1
-  for (int tile = 1; tile < ROW_TILES; ++tile) copy_tile(tile);
-  copy_async_commit();
+    for (int tile = 1; tile < ROW_TILES; ++tile) copy_tile(tile);
+    copy_async_commit();
+  }
   read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
                                key_mask_key, keys);
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i)
-    if (i * THREADS + threadIdx.x < ROWS) lse_2[i * THREADS + threadIdx.x] = own_lse[i];
-  copy_async_wait<1>();
-  sum_products(delta, all_out, all_rows + TILE_BYTES);
+    if (i * THREADS + threadIdx.x < ROWS)
+      lse_2[i * THREADS + threadIdx.x] = own_lse[i] - (SUM_APART ? 0.0f : shift);
+  if constexpr (!SCALED) {
+    copy_async_wait<1>();
+    sum_products(delta, all_out, all_rows + TILE_BYTES);
+  }
+  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
+                       rows, keys, score_factor};
+  const float to_exponent = masks.exponent_factor();
   fence_written_operands();
   __syncthreads();
 
@@ -170,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 
 #pragma unroll 1
   for (int pass = 0; pass < ROW_TILES * PASSES; ++pass) {
-    if (pass == PASSES) {  // the other tiles have come
+    if (!SCALED && pass == PASSES) {  // the other tiles have come
       copy_async_wait<0>();
 #pragma unroll
       for (int later = 1; later < ROW_TILES; ++later)
@@ -206,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (first + t * 8 + i % 2 < rows)
-            sum[0][t][i] -= second_of_sum(lse + first + t * 8 + i % 2, pairs_rows);
+            sum[0][t][i] -= second_of_sum(lse + first + t * 8 + i % 2, pairs_rows) - shift;
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[0][t][i] = exp2_approximate(sum[0][t][i]);
     }
@@ -225,9 +279,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     for (int t = 0; t < TILES; ++t) {
       const float2 of_rows = *reinterpret_cast<const float2*>(delta + first + t * 8);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        sum[0][t][i] =
-            probability.element(t, i) * (sum[0][t][i] - (i % 2 == 0 ? of_rows.x : of_rows.y));
+      for (int i = 0; i < 4; ++i) {
+        const float of_row = i % 2 == 0 ? of_rows.x : of_rows.y;
+        const float difference =
+            SCALED ? __fmaf_rn(sum[0][t][i], dscore_factor, -of_row) : sum[0][t][i] - of_row;
+        sum[0][t][i] = probability.element(t, i) * difference;
+      }
     }
     dscore.take(sum[0]);
     store_transposed(dscores_of(tile) + group * TILE_BYTES, pass_row % TILE_ROWS, dscore);
@@ -259,15 +316,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   if (tile < ROW_TILES) start_dq(tile);
   const int first_key = group * TILE_ROWS + warp * 16;
   store_scaled(dk + batch * dk_batch + head * dk_head + first_key * dk_row, dk_row, keys - first_key,
-               scale, dkey[0]);
+               dkey_factor, dkey[0]);
   store_scaled(dv + batch * dv_batch + head * dv_head + first_key * dv_row, dv_row, keys - first_key,
-               1.0f, dvalue[0]);
+               dvalue_factor, dvalue[0]);
   dq += batch * dq_batch + head * dq_head;
   while (tile < ROW_TILES) {
     wait_products<0>();
     hold(dquery[0]);
     const int row = tile * TILE_ROWS + warp * 16;
-    store_scaled(dq + row * dq_row, dq_row, rows - row, scale, dquery[0]);
+    store_scaled(dq + row * dq_row, dq_row, rows - row, dquery_factor, dquery[0]);
     tile += GROUPS;
     if (tile < ROW_TILES) start_dq(tile);
   }

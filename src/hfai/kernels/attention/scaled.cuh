@@ -1,0 +1,138 @@
+// fp32 heads as operands of half precision, where TF32 is allowed.
+//
+// TF32 keeps ten bits of a mantissa, as fp16 does; what fp16 lacks is range. So all rows of one of a
+// head's tensors are multiplied by one power of two, which brings the largest of them to between 2^14
+// and 2^15, and rounded: of an element down to 2^-28 of the largest as many bits are left as TF32
+// leaves, of smaller ones what is above 2^-39 of the largest. Sums are made in fp32 and multiplied
+// back. Infinities and NaN stay what they are, and the largest is that of the other elements.
+//
+// What memory holds is IO; operands are of type T, fp16 where IO is fp32 and else the same as IO.
+
+constexpr bool SCALED = sizeof(IO) == 4;
+// Probabilities times 2 to the power of this are what fp16 holds in the same way.
+constexpr float PROBABILITY_SHIFT = SCALED ? 14.0f : 0.0f;
+// Logarithms to base 2 that it can be added to without a loss.
+constexpr float MOST_SHIFTED = 1048576.0f;
+
+// What is taken from a row's exponents, so that its highest probability is 2 to PROBABILITY_SHIFT.
+__device__ __forceinline__ float shifted_base(float highest) {
+  if constexpr (SCALED)
+    return fabsf(highest) < MOST_SHIFTED ? highest - PROBABILITY_SHIFT : highest;
+  else
+    return highest;
+}
+
+struct Scale {
+  float to, back;  // powers of two whose product is one
+};
+__device__ __forceinline__ Scale scale_for(float largest) {
+  const u32 exponent = min(268u - (__float_as_uint(largest) >> 23), 253u);
+  return {__uint_as_float(exponent << 23), __uint_as_float((254u - exponent) << 23)};
+}
+// A product of scales, where its being zero or infinite would make NaN of zero or infinity.
+__device__ __forceinline__ float bounded(float factor) {
+  return fminf(fmaxf(factor, __uint_as_float(1u << 23)), __uint_as_float(253u << 23));
+}
+
+// Starts bringing rows of a head to the second-level cache.
+template <int THREADS, class From>
+__device__ __forceinline__ void prefetch_rows(const From* source, i64 stride, int count) {
+  constexpr int LINES = ceil_div(HEAD, 32);  // a row's, of 128 bytes
+  for (int i = threadIdx.x; i < count * LINES; i += THREADS)
+    prefetch_line(source + i / LINES * stride + i % LINES * 32);
+}
+
+// Up to ROWS rows of a head in the registers of THREADS threads, on their way to shared memory.
+template <int ROWS, int THREADS>
+struct HeldRows {
+  static constexpr int LANES = 16;  // of a row, four columns each
+  static constexpr int STEP_ROWS = THREADS / LANES, COUNT = ceil_div(ROWS, STEP_ROWS);
+  static_assert(STEP_ROWS % 8 == 0, "a thread's rows are swizzled alike");
+  float value[COUNT][4];
+
+  template <class From>
+  __device__ __forceinline__ void load(const From* source, i64 stride, int count) {
+    const int row = threadIdx.x / LANES, column = threadIdx.x % LANES * 4;
+    const float* from = reinterpret_cast<const float*>(source) + row * stride + column;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      load_16_bytes_or_zeros(value[i], from, i * STEP_ROWS + row < count && column < HEAD);
+      from += STEP_ROWS * stride;
+    }
+  }
+  // The largest of this thread's finite elements.
+  __device__ __forceinline__ float largest() const {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) most = fmaxf(most, fabsf(value[i][e]));
+    if (most == INFINITE) {
+      most = 0.0f;
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float size = fabsf(value[i][e]);
+          most = fmaxf(most, size == INFINITE ? 0.0f : size);
+        }
+    }
+    return most;
+  }
+  // Rows, times a power of two, to swizzled rows. TILE_PITCH bytes lie between tiles of 64.
+  template <int TILE_PITCH = TILE_BYTES>
+  __device__ __forceinline__ void store(char* target, float scale) const {
+    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    target += (lane / 2 ^ row % 8) * 16 + lane % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int own = i * STEP_ROWS + row;
+      if (ROWS % STEP_ROWS != 0 && own >= ROWS) break;
+      // Where a tile is whole steps the compiler is to know most of this.
+      constexpr bool WHOLE = TILE_ROWS % STEP_ROWS == 0;
+      const int tile = (WHOLE ? i * STEP_ROWS : own) / TILE_ROWS;
+      const int in_tile = WHOLE ? i * STEP_ROWS % TILE_ROWS + row : own % TILE_ROWS;
+      char* const place = target + tile * TILE_PITCH + in_tile * SWIZZLED_ROW_BYTES;
+      uint2 pair;
+      pair.x = pack_pair<T>(value[i][0] * scale, value[i][1] * scale);
+      pair.y = pack_pair<T>(value[i][2] * scale, value[i][3] * scale);
+      *reinterpret_cast<uint2*>(place) = pair;
+    }
+  }
+  // The sums over each row's products, as `store` has rounded them, with another tensor's rows, times
+  // `factor`. (Rounded as in dP: of a row with one probability of 1 the difference to dP is then zero.)
+  __device__ __forceinline__ void sum_products(float* target, const HeldRows& other, float scale,
+                                               float factor) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const u32 word = pack_pair<T>(value[i][e] * scale, value[i][e + 1] * scale);
+        sum = __fmaf_rn(half_of<T>(word, 0), other.value[i][e] * factor, sum);
+        sum = __fmaf_rn(half_of<T>(word, 1), other.value[i][e + 1] * factor, sum);
+      }
+#pragma unroll
+      for (int offset = LANES / 2; offset > 0; offset /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      const int row = i * STEP_ROWS + static_cast<int>(threadIdx.x) / LANES;
+      if (threadIdx.x % LANES == 0 && (ROWS % STEP_ROWS == 0 || row < ROWS))
+        target[row] = sum;
+    }
+  }
+};
+
+// The largest of a block's numbers, none below zero: what each thread has goes to a slot of its warp
+// before a barrier, and is read by all behind it.
+template <int THREADS>
+__device__ __forceinline__ void leave_largest(float* slots, float own) {
+  const u32 most = __reduce_max_sync(0xffffffffu, __float_as_uint(own));
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = __uint_as_float(most);
+}
+template <int THREADS>
+__device__ __forceinline__ float read_largest(const float* slots) {
+  float most = slots[0];
+#pragma unroll
+  for (int i = 1; i < THREADS / 32; ++i) most = fmaxf(most, slots[i]);
+  return most;
+}
