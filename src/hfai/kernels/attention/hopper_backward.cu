@@ -28,11 +28,14 @@ constexpr int OUT_TILE = ROW_TILES > 1 ? 1 : 0;
 static_assert(SCALED || (DSCORE_TILES - OUT_TILE) * GROUPS >= ROW_TILES, "room for out");
 static_assert(!OVERLAID || GROUPS <= 2 * (ROW_TILES - 1), "tiles enough to lie over");
 
-extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, the key mask
+extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, scales
 
-// As Masks::apply, where the sums' rows are keys and their columns rows.
+// As Masks::apply, where the sums' rows are keys and their columns rows; `key_added` is the key mask's
+// part of this thread's two keys, `factor` what a column's products are multiplied by.
+template <class Factor>
 __device__ __forceinline__ void apply_transposed(const Masks& masks, float (&score)[TILES][4],
-                                                 int key, int row) {
+                                                 int key, int row, const float (&key_added)[2],
+                                                 Factor factor) {
   if constexpr (HAS_ADDITION || CAUSAL || RAGGED) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -44,8 +47,8 @@ __device__ __forceinline__ void apply_transposed(const Masks& masks, float (&sco
           if constexpr (MASK != NO_MASK)
             if (r < masks.rows && k < masks.keys)
               added = to_base_2(addition<MASK>(masks.mask, r * masks.mask_row + k));
-          if constexpr (KEY_MASK != NO_MASK) added += masks.key_added[k];
-          score[t][i] = __fmaf_rn(score[t][i], masks.factor, added);
+          if constexpr (KEY_MASK != NO_MASK) added += key_added[i / 2];
+          score[t][i] = __fmaf_rn(score[t][i], factor(t, i % 2), added);
         }
         if ((RAGGED && KEY_MASK == NO_MASK && k >= masks.keys) || (CAUSAL && k > r))
           score[t][i] = -INFINITE;
@@ -84,12 +87,13 @@ __device__ __forceinline__ void store_transposed(char* tile, int column,
           dscore.word[t][h];
 }
 
-__device__ __forceinline__ void store_scaled(IO* target, i64 stride, int rows, float factor,
+__device__ __forceinline__ void store_scaled(IO* target, i64 stride, int rows,
+                                             const float (&factor)[2],  // of both rows of a thread
                                              float (&sum)[COLUMNS / 8][4]) {
 #pragma unroll
   for (int t = 0; t < COLUMNS / 8; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[t][i] *= factor;
+    for (int i = 0; i < 4; ++i) sum[t][i] *= factor[i / 2];
   store_result(target, stride, rows, HEAD, sum);
 }
 
@@ -118,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   char* const dscores = all_rows + ROW_TILES * ROWS_BYTES;
   float* const lse_2 = reinterpret_cast<float*>(dscores + DSCORE_TILES * GROUPS * TILE_BYTES);
   float* const delta = lse_2 + ROWS;
-  float* const key_added = delta + ROWS;
+  float* const row_scale = delta + ROWS;  // where SCALED
   const auto dscores_of = [&](int tile) {
     return OVERLAID && tile + 1 == ROW_TILES ? all_rows : dscores + tile * GROUPS * TILE_BYTES;
   };
@@ -141,51 +145,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     own_lse[i] = row < rows ? first_of_sum(lse + row) : INFINITE;  // no probability beyond the last
   }
   float score_factor = factor, dquery_factor = scale, dkey_factor = scale, dvalue_factor = 1.0f;
-  float shift = 0.0f, dscore_factor = 1.0f;
+  float shift = 0.0f;
   if constexpr (SCALED) {
     constexpr int WARPS = THREADS / 32;
     float* const largest = reinterpret_cast<float*>(dscores);  // which nothing is in yet
     prefetch_rows<THREADS>(v, v_row, keys);
-    prefetch_rows<THREADS>(dout, dout_row, rows);
+    prefetch_rows<THREADS>(q, q_row, rows);
     prefetch_rows<THREADS>(out, out_row, rows);
     HeldRows<KEYS, THREADS> some_keys, some_values;
-    HeldRows<ROWS, THREADS> some_rows, some_dout, some_out;
+    HeldRows<ROWS, THREADS> some_dout, some_rows, some_out;
+    some_dout.load(dout, dout_row, rows);
     some_keys.load(k, k_row, keys);
-    some_rows.load(q, q_row, rows);
     float largest_lse = 0.0f;
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) {
       const float size = fabsf(own_lse[i]);
       largest_lse = fmaxf(largest_lse, size < INFINITE ? size : 0.0f);
     }
-    leave_largest<THREADS>(largest, some_keys.largest());
-    leave_largest<THREADS>(largest + WARPS, some_rows.largest());
+    leave_largest<THREADS>(largest, some_dout.largest());
+    leave_largest<THREADS>(largest + WARPS, some_keys.largest());
     leave_largest<THREADS>(largest + 2 * WARPS, largest_lse);
     some_values.load(v, v_row, keys);
     __syncthreads();
-    const Scale of_keys = scale_for(read_largest<THREADS>(largest));
-    const Scale of_rows = scale_for(read_largest<THREADS>(largest + WARPS));
+    const Scale of_dout = scale_for(read_largest<THREADS>(largest));
+    const Scale of_keys = scale_for(read_largest<THREADS>(largest + WARPS));
     // All probabilities of a head alike; where numbers are added, the sum's second part is shifted.
     if (SUM_APART || read_largest<THREADS>(largest + 2 * WARPS) < MOST_SHIFTED)
       shift = PROBABILITY_SHIFT;
+    some_dout.store<ROWS_BYTES>(all_rows + TILE_BYTES, of_dout.to);
     some_keys.store(all_keys, of_keys.to);
-    some_rows.store<ROWS_BYTES>(all_rows, of_rows.to);
-    leave_largest<THREADS>(largest + 3 * WARPS, some_values.largest());
-    some_dout.load(dout, dout_row, rows);
+    float row_share[HeldRows<ROWS, THREADS>::COUNT];
+    some_dout.shares(row_share, of_dout.to);
+    some_rows.load(q, q_row, rows);
     some_out.load(out, out_row, rows);
+    leave_largest<THREADS>(largest + 3 * WARPS, some_values.largest());
+    some_rows.multiply(row_share);
+    leave_largest<THREADS>(largest + 4 * WARPS, some_rows.largest());
     __syncthreads();
     const Scale of_values = scale_for(read_largest<THREADS>(largest + 3 * WARPS));
+    const Scale of_rows = scale_for(read_largest<THREADS>(largest + 4 * WARPS));
     some_values.store(all_values, of_values.to);
-    leave_largest<THREADS>(largest + 4 * WARPS, some_dout.largest());
-    __syncthreads();
-    const Scale of_dout = scale_for(read_largest<THREADS>(largest + 4 * WARPS));
-    some_dout.store<ROWS_BYTES>(all_rows + TILE_BYTES, of_dout.to);
+    some_rows.store<ROWS_BYTES>(all_rows, of_rows.to);
     // Of dP, a product of 64 columns, and delta no more than 2^36 is possible, of dS that fp16 has.
-    dscore_factor = shift > 0.0f ? 0x1p-36f : 0x1p-22f;
-    some_dout.sum_products(delta, some_out, of_dout.to, of_values.to * dscore_factor);
+    const float to_dscore = shift > 0.0f ? 0x1p-36f : 0x1p-22f;
+    some_out.sum_products<ROWS_BYTES>(delta, row_scale, all_rows + TILE_BYTES, row_share,
+                                      of_values.to, to_dscore);
     const float dscore_back = of_dout.back * of_values.back * 0x1p22f;
-    score_factor = bounded(factor * of_rows.back * of_keys.back);
-    dquery_factor = bounded(scale * of_keys.back * dscore_back);
+    score_factor = bounded(factor * of_rows.back * of_keys.back) * (shift > 0.0f ? 0x1p36f : 0x1p22f);
+    dquery_factor = bounded(scale * of_keys.back * dscore_back) * to_dscore;
     dkey_factor = bounded(scale * of_rows.back * dscore_back);
     dvalue_factor = of_dout.back * (shift > 0.0f ? 0x1p-14f : 1.0f);
   } else {
@@ -197,8 +204,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     for (int tile = 1; tile < ROW_TILES; ++tile) copy_tile(tile);
     copy_async_commit();
   }
-  read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
-                               key_mask_key, keys);
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i)
     if (i * THREADS + threadIdx.x < ROWS)
@@ -207,9 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     copy_async_wait<1>();
     sum_products(delta, all_out, all_rows + TILE_BYTES);
   }
-  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
+  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, nullptr,
                        rows, keys, score_factor};
-  const float to_exponent = masks.exponent_factor();
   fence_written_operands();
   __syncthreads();
 
@@ -217,6 +221,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   const u32 value_operand = describe(all_values + group * TILE_BYTES);
   const u32 rows_operand = describe(all_rows);
   const int own_key = group * TILE_ROWS + warp * 16 + lane / 4;
+  float key_added[2] = {};
+  if constexpr (KEY_MASK != NO_MASK)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      key_added[h] = key_addition(key_mask_of(key_mask, batch * key_mask_batch), key_mask_key,
+                                  own_key + 8 * h, keys);
   float dkey[1][COLUMNS / 8][4], dvalue[1][COLUMNS / 8][4], sum[1][TILES][4];
   Kept<TILES> probability, dscore;
   set_zero(dkey);
@@ -249,13 +259,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     hold(sum[0]);
     hold(dkey[0]);
 
-    apply_transposed(masks, sum[0], own_key, first);
+    const auto of_rows = [&](const float* numbers, int t) {
+      return *reinterpret_cast<const float2*>(numbers + first + t * 8);
+    };
+    const auto row_factor = [&](int t, int column) {
+      if constexpr (!SCALED) return score_factor;
+      const float2 two = of_rows(row_scale, t);
+      return score_factor * (column == 0 ? two.x : two.y);
+    };
+    apply_transposed(masks, sum[0], own_key, first, key_added, row_factor);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const float2 offset = *reinterpret_cast<const float2*>(lse_2 + first + t * 8);
+      const float2 offset = of_rows(lse_2, t);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        sum[0][t][i] = __fmaf_rn(sum[0][t][i], to_exponent, -(i % 2 == 0 ? offset.x : offset.y));
+        sum[0][t][i] = __fmaf_rn(sum[0][t][i], HAS_ADDITION ? 1.0f : row_factor(t, i % 2),
+                                 -(i % 2 == 0 ? offset.x : offset.y));
       if constexpr (SUM_APART)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -277,12 +296,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const float2 of_rows = *reinterpret_cast<const float2*>(delta + first + t * 8);
+      const float2 of_delta = of_rows(delta, t), scales = SCALED ? of_rows(row_scale, t) : of_delta;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float of_row = i % 2 == 0 ? of_rows.x : of_rows.y;
-        const float difference =
-            SCALED ? __fmaf_rn(sum[0][t][i], dscore_factor, -of_row) : sum[0][t][i] - of_row;
+        const float own_delta = i % 2 == 0 ? of_delta.x : of_delta.y;
+        const float own_scale = SCALED ? i % 2 == 0 ? scales.x : scales.y : 1.0f;
+        const float difference = __fmaf_rn(sum[0][t][i], own_scale, -own_delta);
         sum[0][t][i] = probability.element(t, i) * difference;
       }
     }
@@ -316,15 +335,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   if (tile < ROW_TILES) start_dq(tile);
   const int first_key = group * TILE_ROWS + warp * 16;
   store_scaled(dk + batch * dk_batch + head * dk_head + first_key * dk_row, dk_row, keys - first_key,
-               dkey_factor, dkey[0]);
+               {dkey_factor, dkey_factor}, dkey[0]);
   store_scaled(dv + batch * dv_batch + head * dv_head + first_key * dv_row, dv_row, keys - first_key,
-               dvalue_factor, dvalue[0]);
+               {dvalue_factor, dvalue_factor}, dvalue[0]);
   dq += batch * dq_batch + head * dq_head;
   while (tile < ROW_TILES) {
     wait_products<0>();
     hold(dquery[0]);
     const int row = tile * TILE_ROWS + warp * 16;
-    store_scaled(dq + row * dq_row, dq_row, rows - row, dquery_factor, dquery[0]);
+    float row_factors[2] = {dquery_factor, dquery_factor};
+    if constexpr (SCALED)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        row_factors[h] = __fdividef(dquery_factor, row_scale[row + lane / 4 + 8 * h]);
+    store_scaled(dq + row * dq_row, dq_row, rows - row, row_factors, dquery[0]);
     tile += GROUPS;
     if (tile < ROW_TILES) start_dq(tile);
   }

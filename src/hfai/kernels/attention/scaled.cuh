@@ -22,6 +22,9 @@ __device__ __forceinline__ float shifted_base(float highest) {
     return highest;
 }
 
+// Of the rows of one tensor, relative to the largest, as far as they are told apart: see hopper_backward.cu.
+constexpr float LEAST_SHARE = 0x1p-12f;
+
 struct Scale {
   float to, back;  // powers of two whose product is one
 };
@@ -79,45 +82,78 @@ struct HeldRows {
     }
     return most;
   }
-  // Rows, times a power of two, to swizzled rows. TILE_PITCH bytes lie between tiles of 64.
-  template <int TILE_PITCH = TILE_BYTES>
-  __device__ __forceinline__ void store(char* target, float scale) const {
-    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    target += (lane / 2 ^ row % 8) * 16 + lane % 2 * 8;
+  // Each row's largest finite element in units of what is 2^14 after scaling, a power of two, but no
+  // less than LEAST_SHARE.
+  __device__ __forceinline__ void shares(float (&share)[COUNT], float scale) const {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      const int own = i * STEP_ROWS + row;
-      if (ROWS % STEP_ROWS != 0 && own >= ROWS) break;
-      // Where a tile is whole steps the compiler is to know most of this.
-      constexpr bool WHOLE = TILE_ROWS % STEP_ROWS == 0;
-      const int tile = (WHOLE ? i * STEP_ROWS : own) / TILE_ROWS;
-      const int in_tile = WHOLE ? i * STEP_ROWS % TILE_ROWS + row : own % TILE_ROWS;
-      char* const place = target + tile * TILE_PITCH + in_tile * SWIZZLED_ROW_BYTES;
+      float most = 0.0f;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) most = fmaxf(most, fabsf(value[i][e]));
+#pragma unroll
+      for (int offset = LANES / 2; offset > 0; offset /= 2)
+        most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), offset)));
+      const u32 exponent = __float_as_uint(most * scale * 0x1p-14f) & 0x7f800000u;
+      share[i] = fminf(fmaxf(__uint_as_float(exponent), LEAST_SHARE), 1.0f);
+    }
+  }
+  __device__ __forceinline__ void multiply(const float (&share)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) value[i][e] *= share[i];
+  }
+  // Where this thread's part of its i-th row lies from the start of the tiles on, TILE_PITCH bytes
+  // from one to the next.
+  template <int TILE_PITCH>
+  static __device__ __forceinline__ int place(int i) {
+    const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES, own = i * STEP_ROWS + row;
+    // Where a tile is whole steps the compiler is to know most of this.
+    constexpr bool WHOLE = TILE_ROWS % STEP_ROWS == 0;
+    const int tile = (WHOLE ? i * STEP_ROWS : own) / TILE_ROWS;
+    const int in_tile = WHOLE ? i * STEP_ROWS % TILE_ROWS + row : own % TILE_ROWS;
+    return tile * TILE_PITCH + in_tile * SWIZZLED_ROW_BYTES + (lane / 2 ^ row % 8) * 16 +
+           lane % 2 * 8;
+  }
+  static __device__ __forceinline__ bool is_row(int i) {
+    return ROWS % STEP_ROWS == 0 || i * STEP_ROWS + static_cast<int>(threadIdx.x) / LANES < ROWS;
+  }
+  // Rows times a power of two, rounded, to their places.
+  template <int TILE_PITCH = TILE_BYTES>
+  __device__ __forceinline__ void store(char* tiles, float scale) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      if (!is_row(i)) break;
       uint2 pair;
       pair.x = pack_pair<T>(value[i][0] * scale, value[i][1] * scale);
       pair.y = pack_pair<T>(value[i][2] * scale, value[i][3] * scale);
-      *reinterpret_cast<uint2*>(place) = pair;
+      *reinterpret_cast<uint2*>(tiles + place<TILE_PITCH>(i)) = pair;
     }
   }
-  // The sums over each row's products, as `store` has rounded them, with another tensor's rows, times
-  // `factor`. (Rounded as in dP: of a row with one probability of 1 the difference to dP is then zero.)
-  __device__ __forceinline__ void sum_products(float* target, const HeldRows& other, float scale,
-                                               float factor) const {
+  // delta and the scale of each row: of its products with the rows that this thread has stored, times
+  // `factor`, the sum over the row's share, times `unit`; and `unit` over the share.
+  // (With what was stored, rounded as in dP: where one probability is 1, delta then is that dP.)
+  template <int TILE_PITCH>
+  __device__ __forceinline__ void sum_products(float* delta, float* scales, const char* stored,
+                                               const float (&share)[COUNT], float factor,
+                                               float unit) const {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
+      if (!is_row(i)) break;  // whole warps: they have rows in pairs
+      const uint2 pair = *reinterpret_cast<const uint2*>(stored + place<TILE_PITCH>(i));
       float sum = 0.0f;
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const u32 word = pack_pair<T>(value[i][e] * scale, value[i][e + 1] * scale);
-        sum = __fmaf_rn(half_of<T>(word, 0), other.value[i][e] * factor, sum);
-        sum = __fmaf_rn(half_of<T>(word, 1), other.value[i][e + 1] * factor, sum);
-      }
+      for (int e = 0; e < 4; ++e)
+        sum = __fmaf_rn(half_of<T>(e < 2 ? pair.x : pair.y, e % 2), value[i][e] * factor, sum);
 #pragma unroll
       for (int offset = LANES / 2; offset > 0; offset /= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      const int row = i * STEP_ROWS + static_cast<int>(threadIdx.x) / LANES;
-      if (threadIdx.x % LANES == 0 && (ROWS % STEP_ROWS == 0 || row < ROWS))
-        target[row] = sum;
+      if (threadIdx.x % LANES == 0) {
+        const int row = i * STEP_ROWS + static_cast<int>(threadIdx.x) / LANES;
+        const float scale = __fdividef(unit, share[i]);
+        delta[row] = sum * scale;
+        scales[row] = scale;
+      }
     }
   }
 };
