@@ -60,5 +60,5 @@ def test_the_longest_rows_with_all_masks() -> None:
 def test_the_weights(averaged: bool) -> None:
     constants = NO_MASKS | {"AVERAGED": averaged, "ALIGNED": not averaged}
     for architecture in ("sm_80", "sm_90"):
-        chosen = plan.choose_weights(64, BF16, 200, 200, DEVICES[architecture], averaged)
+        chosen = plan.choose_weights(64, BF16, 200, 200, DEVICES[architecture], averaged=averaged)
         check(chosen, BF16, constants, architecture)

@@ -136,17 +136,21 @@ class HopperWeightsPlan:
     head: int
     groups: int
     """Warpgroups of a block."""
-    chunks: int
-    """Chunks of 64 keys, of a warpgroup."""
+    tile: int
+    """Keys whose scores are in registers at a time."""
+    tiles: int
+    """Of a warpgroup."""
     min_blocks: int
     """Blocks of a multiprocessor that the compiler leaves registers for."""
     rows: int = TILE
     """Rows that a block takes."""
+    scaled: bool = False
+    """Whether memory holds fp32."""
 
     @property
     def chunk(self) -> int:
         """Keys that a block takes."""
-        return TILE * self.chunks * self.groups
+        return self.tile * self.tiles * self.groups
 
     @property
     def threads(self) -> int:
@@ -156,14 +160,16 @@ class HopperWeightsPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return 2 * (self.rows + self.chunk) * 128 + 4 * self.chunk
+        maxima = 16 * 2 * self.groups * self.scaled
+        return (2 - self.scaled) * (self.rows + self.chunk) * 128 + 4 * self.chunk + maxima
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
         return {
             "HEAD": self.head,
             "GROUPS": self.groups,
-            "CHUNKS": self.chunks,
+            "CHUNK": self.tile,
+            "CHUNKS": self.tiles,
             "MIN_BLOCKS": self.min_blocks,
         }
 
@@ -203,9 +209,15 @@ def choose_backward(
     return replace(plan, min_blocks=_blocks(plan, limits))
 
 
-def choose_weights(head: int, keys: int, limits: DeviceLimits) -> HopperWeightsPlan:
+def choose_weights(
+    head: int, dtype: torch.dtype, keys: int, limits: DeviceLimits
+) -> HopperWeightsPlan:
     """Return the plan of averaged weights for what `covers` returned True for."""
-    plan = HopperWeightsPlan(head, 1 if keys <= 2 * TILE else 2, 2, 1)
+    if dtype.itemsize == 4:  # the next head's rows are in registers: more threads have fewer each
+        groups, tile = (2, 32) if keys <= TILE else (2, 64) if keys <= 2 * TILE else (4, 64)
+        plan = HopperWeightsPlan(head, groups, tile, 1, 1, scaled=True)
+    else:
+        plan = HopperWeightsPlan(head, 1 if keys <= 2 * TILE else 2, 64, 2, 1)
     return replace(plan, min_blocks=_blocks(plan, limits))
 
 

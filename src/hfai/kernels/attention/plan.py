@@ -294,8 +294,8 @@ def choose_weights(
     averaged: bool = False,
 ) -> WeightsPlan | HopperWeightsPlan | None:
     """Return the weights' plan, or None where none fits the device."""
-    if averaged and dtype.itemsize == 2 and hopper.covers(head, dtype, keys, limits):
-        return hopper.choose_weights(head, keys, limits)
+    if averaged and not split and hopper.covers(head, dtype, keys, limits):
+        return hopper.choose_weights(head, dtype, keys, limits)
     for most_warps, most_keys in ((8, 64), (4, 64), (4, 32), (2, 16)):
         warps = min(most_warps, -(-rows // 16))
         chunk = min(most_keys, _round_up(keys, 16))
