@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     own_lse[i] = row < rows ? first_of_sum(lse + row) : INFINITE;  // no probability beyond the last
   }
   float score_factor = factor, dquery_factor = scale, dkey_factor = scale, dvalue_factor = 1.0f;
-  float shift = 0.0f;
+  float shift = 0.0f, to_dscore = 1.0f;
   if constexpr (SCALED) {
     constexpr int WARPS = THREADS / 32;
     float* const largest = reinterpret_cast<float*>(dscores);  // which nothing is in yet
@@ -187,12 +187,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     some_values.store(all_values, of_values.to);
     some_rows.store<ROWS_BYTES>(all_rows, of_rows.to);
     // Of dP, a product of 64 columns, and delta no more than 2^36 is possible, of dS that fp16 has.
-    const float to_dscore = shift > 0.0f ? 0x1p-36f : 0x1p-22f;
+    to_dscore = shift > 0.0f ? 0x1p-36f : 0x1p-22f;
     some_out.sum_products<ROWS_BYTES>(delta, row_scale, all_rows + TILE_BYTES, row_share,
                                       of_values.to, to_dscore);
     const float dscore_back = of_dout.back * of_values.back * 0x1p22f;
-    score_factor = bounded(factor * of_rows.back * of_keys.back) * (shift > 0.0f ? 0x1p36f : 0x1p22f);
-    dquery_factor = bounded(scale * of_keys.back * dscore_back) * to_dscore;
+    score_factor = score_bounded(factor * of_rows.back * of_keys.back) * (shift > 0.0f ? 0x1p36f : 0x1p22f);
+    dquery_factor = bounded(scale * of_keys.back * dscore_back);
     dkey_factor = bounded(scale * of_rows.back * dscore_back);
     dvalue_factor = of_dout.back * (shift > 0.0f ? 0x1p-14f : 1.0f);
   } else {
@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     if constexpr (SCALED)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        row_factors[h] = __fdividef(dquery_factor, row_scale[row + lane / 4 + 8 * h]);
+        row_factors[h] *= __fdividef(to_dscore, row_scale[row + lane / 4 + 8 * h]);  // the row's share
     store_scaled(dq + row * dq_row, dq_row, rows - row, row_factors, dquery[0]);
     tile += GROUPS;
     if (tile < ROW_TILES) start_dq(tile);

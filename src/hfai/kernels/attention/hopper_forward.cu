@@ -42,22 +42,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     float* const largest = key_added + KEYS;
     prefetch_rows<THREADS>(k, k_row, keys);
     prefetch_rows<THREADS>(v, v_row, keys);
-    // One tensor after the other, each of which is all that a thread has registers for.
-    const auto bring = [&](auto& held, char* target, const IO* source, i64 stride, int count,
-                           float* slots) {
-      held.load(source, stride, count);
-      leave_largest<THREADS>(slots, held.largest());
-      __syncthreads();
-      const Scale scale = scale_for(read_largest<THREADS>(slots));
-      held.store(target, scale.to);
-      return scale.back;
-    };
-    HeldRows<ROW_TILES * TILE_ROWS, THREADS> held_rows;
-    HeldRows<KEYS, THREADS> held_keys;
-    const float query_back = bring(held_rows, queries, q, q_row, rows, largest);
-    const float key_back = bring(held_keys, all_keys, k, k_row, keys, largest + THREADS / 32);
-    value_back = bring(held_keys, all_values, v, v_row, keys, largest + 2 * (THREADS / 32));
-    score_factor = bounded(factor * query_back * key_back);
+    const float query_back =
+        bring_rows<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, largest);
+    const float key_back =
+        bring_rows<KEYS, THREADS>(all_keys, k, k_row, keys, largest + THREADS / 32);
+    value_back = bring_rows<KEYS, THREADS>(all_values, v, v_row, keys, largest + 2 * (THREADS / 32));
+    score_factor = score_bounded(factor * query_back * key_back);
   } else {
     copy_swizzled<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, threadIdx.x);
     copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const Scale of_keys = scale_for(read_largest<THREADS>(largest + THREADS / 32));
       held_rows.store(stages, of_rows.to);
       held_keys.store(stages + TILE_BYTES, of_keys.to);
-      score_factor = bounded(factor * of_rows.back * of_keys.back);
+      score_factor = score_bounded(factor * of_rows.back * of_keys.back);
     } else {
       copy_async_wait<0>();
     }

@@ -32,9 +32,14 @@ __device__ __forceinline__ Scale scale_for(float largest) {
   const u32 exponent = min(268u - (__float_as_uint(largest) >> 23), 253u);
   return {__uint_as_float(exponent << 23), __uint_as_float((254u - exponent) << 23)};
 }
-// A product of scales, where its being zero or infinite would make NaN of zero or infinity.
+// A product of scales, which as infinity would make NaN of zero.
 __device__ __forceinline__ float bounded(float factor) {
-  return fminf(fmaxf(factor, __uint_as_float(1u << 23)), __uint_as_float(253u << 23));
+  return fminf(factor, __uint_as_float(253u << 23));
+}
+
+// The same of scores, of which minus infinity may not become NaN either.
+__device__ __forceinline__ float score_bounded(float factor) {
+  return fmaxf(bounded(factor), __uint_as_float(1u << 23));
 }
 
 // Starts bringing rows of a head to the second-level cache.
@@ -171,4 +176,18 @@ __device__ __forceinline__ float read_largest(const float* slots) {
 #pragma unroll
   for (int i = 1; i < THREADS / 32; ++i) most = fmaxf(most, slots[i]);
   return most;
+}
+
+// Brings a head's rows, scaled, to shared memory, and returns what brings their products back; waits for
+// all threads once.
+template <int ROWS, int THREADS, class From>
+__device__ __forceinline__ float bring_rows(char* target, const From* source, i64 stride, int count,
+                                            float* slots) {
+  HeldRows<ROWS, THREADS> held;
+  held.load(source, stride, count);
+  leave_largest<THREADS>(slots, held.largest());
+  __syncthreads();
+  const Scale scale = scale_for(read_largest<THREADS>(slots));
+  held.store(target, scale.to);
+  return scale.back;
 }
