@@ -101,7 +101,7 @@ def test_keys_in_several_parts_with_all_masks_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "keys", "head_dim", "dtype"),
-    [(256, 256, 64, BF16), (70, 203, 40, FP16), (130, 180, 56, FP32)],
+    [(256, 256, 64, BF16), (70, 203, 40, FP16), (130, 180, 56, FP32), (100, 60, 64, FP32)],
 )
 def test_warpgroups(rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> None:
     case = call(dtype, 1, rows, keys, 2, head_dim, masking=Masking(causal=rows == keys))
@@ -133,9 +133,10 @@ def in_tf32(case: Call) -> tuple[torch.Tensor, ...]:
     return tuple(t.transpose(1, 2) for t in made)
 
 
+@pytest.mark.parametrize("length", [64, 96])
 @pytest.mark.parametrize("kind", RANGES)
-def test_fp32_as_scaled_fp16_is_as_accurate_as_tf32(kind: str) -> None:
-    case = of_range(kind, 96)
+def test_fp32_as_scaled_fp16_is_as_accurate_as_tf32(kind: str, length: int) -> None:
+    case = of_range(kind, length)
     out, _, gradients = case.expected()
     made, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)
     found = launch.attention_backward(case.dout, case.q, case.k, case.v, made, lse, case.masking)

@@ -90,10 +90,13 @@ class HopperBackwardPlan:
     """Whether the last tile's dS lies over the first tiles of q and dout."""
     min_blocks: int
     """Blocks of a multiprocessor that the compiler leaves registers for."""
-    needs_out: bool = True
-    """Whether the kernel reads forward's output."""
     scaled: bool = False
     """Whether memory holds fp32."""
+
+    @property
+    def needs_out(self) -> bool:
+        """Whether the kernel reads forward's output."""
+        return self.groups > 1
 
     @property
     def key_block(self) -> int:
@@ -115,7 +118,9 @@ class HopperBackwardPlan:
         """Dynamic shared memory of a block."""
         heads = 2 * (self.groups + self.row_tiles) * TILE_BYTES
         dscores = (self.row_tiles - self.overlaid) * self.groups * TILE_BYTES
-        return heads + dscores + 4 * TILE * (2 * self.row_tiles + self.groups)
+        rows = TILE * self.row_tiles
+        delta = rows if self.needs_out else 2 * 4 * self.pass_rows
+        return heads + dscores + 4 * (delta + (1 + self.scaled) * rows)
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""

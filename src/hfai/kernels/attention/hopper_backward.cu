@@ -21,6 +21,9 @@ constexpr int TILES = PASS_ROWS / 8;
 constexpr int PASSES = TILE_ROWS / PASS_ROWS;  // of a tile of rows
 constexpr int PIECES = TILE_ROWS * 8;       // of 16 bytes, of a tile of rows
 constexpr int ROWS_BYTES = 2 * TILE_BYTES;  // of a tile of q and one of dout
+// Where one warpgroup has all keys, delta comes from P and dP themselves, and out is not read.
+constexpr bool READS_OUT = GROUPS > 1;
+static_assert(READS_OUT || SCALED, "of half precision, so few keys are backward.cu's");
 static_assert(TILE_ROWS % PASS_ROWS == 0 && PASS_ROWS % 16 == 0, "whole passes");
 // Of dS^T in shared memory; `out` lies in those that nothing is written to before all rows are there.
 constexpr int DSCORE_TILES = ROW_TILES - (OVERLAID ? 1 : 0);
@@ -74,6 +77,38 @@ __device__ __forceinline__ void sum_products(float* delta, const char* out, cons
   }
 }
 
+// Sums of P dP over all keys: each warp leaves those of its own in slots [4][PASS_ROWS], and behind the
+// barrier, of which there is one a pass for slots in turn, each thread adds up those of two rows.
+__device__ __forceinline__ void leave_sums_over_keys(float* slots, const Kept<TILES>& probability,
+                                                     const float (&dprobability)[TILES][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+    float part[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      part[i] = probability.element(t, i) * dprobability[t][i];
+      part[i] = __fmaf_rn(probability.element(t, i + 2), dprobability[t][i + 2], part[i]);
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2)
+        part[i] += __shfl_xor_sync(0xffffffffu, part[i], offset);
+    }
+    if (lane < 4)
+      *reinterpret_cast<float2*>(slots + warp * PASS_ROWS + t * 8 + lane * 2) =
+          make_float2(part[0], part[1]);
+  }
+  __syncthreads();
+}
+__device__ __forceinline__ float2 sum_over_keys(const float* slots) {
+  float2 sum = *reinterpret_cast<const float2*>(slots);
+#pragma unroll
+  for (int warp = 1; warp < 4; ++warp) {
+    const float2 part = *reinterpret_cast<const float2*>(slots + warp * PASS_ROWS);
+    sum.x += part.x, sum.y += part.y;
+  }
+  return sum;
+}
+
 // The warp's part of a tile of dS^T, from a column on, as the left operand by columns of dq reads it.
 __device__ __forceinline__ void store_transposed(char* tile, int column,
                                                  const Kept<TILES>& dscore) {
@@ -122,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   char* const dscores = all_rows + ROW_TILES * ROWS_BYTES;
   float* const lse_2 = reinterpret_cast<float*>(dscores + DSCORE_TILES * GROUPS * TILE_BYTES);
   float* const delta = lse_2 + ROWS;
-  float* const row_scale = delta + ROWS;  // where SCALED
+  float* const row_scale = delta + (READS_OUT ? ROWS : 2 * 4 * PASS_ROWS);  // where SCALED
   const auto dscores_of = [&](int tile) {
     return OVERLAID && tile + 1 == ROW_TILES ? all_rows : dscores + tile * GROUPS * TILE_BYTES;
   };
@@ -151,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     float* const largest = reinterpret_cast<float*>(dscores);  // which nothing is in yet
     prefetch_rows<THREADS>(v, v_row, keys);
     prefetch_rows<THREADS>(q, q_row, rows);
-    prefetch_rows<THREADS>(out, out_row, rows);
+    if (READS_OUT) prefetch_rows<THREADS>(out, out_row, rows);
     HeldRows<KEYS, THREADS> some_keys, some_values;
     HeldRows<ROWS, THREADS> some_dout, some_rows, some_out;
     some_dout.load(dout, dout_row, rows);
@@ -177,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     float row_share[HeldRows<ROWS, THREADS>::COUNT];
     some_dout.shares(row_share, of_dout.to);
     some_rows.load(q, q_row, rows);
-    some_out.load(out, out_row, rows);
+    if (READS_OUT) some_out.load(out, out_row, rows);
     leave_largest<THREADS>(largest + 3 * WARPS, some_values.largest());
     some_rows.multiply(row_share);
     leave_largest<THREADS>(largest + 4 * WARPS, some_rows.largest());
@@ -188,8 +223,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     some_rows.store<ROWS_BYTES>(all_rows, of_rows.to);
     // Of dP, a product of 64 columns, and delta no more than 2^36 is possible, of dS that fp16 has.
     to_dscore = shift > 0.0f ? 0x1p-36f : 0x1p-22f;
-    some_out.sum_products<ROWS_BYTES>(delta, row_scale, all_rows + TILE_BYTES, row_share,
-                                      of_values.to, to_dscore);
+    if (READS_OUT)
+      some_out.sum_products<ROWS_BYTES>(delta, row_scale, all_rows + TILE_BYTES, row_share,
+                                        of_values.to, to_dscore);
+    else
+      some_rows.leave_scales(row_scale, row_share, to_dscore);
     const float dscore_back = of_dout.back * of_values.back * 0x1p22f;
     score_factor = score_bounded(factor * of_rows.back * of_keys.back) * (shift > 0.0f ? 0x1p36f : 0x1p22f);
     dquery_factor = bounded(scale * of_keys.back * dscore_back);
@@ -220,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   const u32 key_operand = describe(all_keys + group * TILE_BYTES);
   const u32 value_operand = describe(all_values + group * TILE_BYTES);
   const u32 rows_operand = describe(all_rows);
+  const float unshift = shift > 0.0f ? 0x1p-14f : 1.0f;
   const int own_key = group * TILE_ROWS + warp * 16 + lane / 4;
   float key_added[2] = {};
   if constexpr (KEY_MASK != NO_MASK)
@@ -294,9 +333,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     wait_products<1>();
     hold(sum[0]);
 
+    float* const slots = delta + pass % 2 * (4 * PASS_ROWS);
+    if constexpr (!READS_OUT) leave_sums_over_keys(slots, probability, sum[0]);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const float2 of_delta = of_rows(delta, t), scales = SCALED ? of_rows(row_scale, t) : of_delta;
+      const float2 scales = SCALED ? of_rows(row_scale, t) : make_float2(1.0f, 1.0f);
+      float2 of_delta;
+      if constexpr (READS_OUT) {
+        of_delta = of_rows(delta, t);
+      } else {
+        of_delta = sum_over_keys(slots + lane % 4 * 2 + t * 8);
+        of_delta.x *= scales.x * unshift, of_delta.y *= scales.y * unshift;
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float own_delta = i % 2 == 0 ? of_delta.x : of_delta.y;

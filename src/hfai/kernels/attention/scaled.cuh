@@ -97,7 +97,7 @@ struct HeldRows {
       for (int e = 0; e < 4; ++e) most = fmaxf(most, fabsf(value[i][e]));
 #pragma unroll
       for (int offset = LANES / 2; offset > 0; offset /= 2)
-        most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(most), offset)));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
       const u32 exponent = __float_as_uint(most * scale * 0x1p-14f) & 0x7f800000u;
       share[i] = fminf(fmaxf(__uint_as_float(exponent), LEAST_SHARE), 1.0f);
     }
@@ -153,13 +153,20 @@ struct HeldRows {
 #pragma unroll
       for (int offset = LANES / 2; offset > 0; offset /= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-      if (threadIdx.x % LANES == 0) {
-        const int row = i * STEP_ROWS + static_cast<int>(threadIdx.x) / LANES;
-        const float scale = __fdividef(unit, share[i]);
-        delta[row] = sum * scale;
-        scales[row] = scale;
-      }
+      if (threadIdx.x % LANES == 0)
+        delta[i * STEP_ROWS + static_cast<int>(threadIdx.x) / LANES] =
+            sum * __fdividef(unit, share[i]);
     }
+    leave_scales(scales, share, unit);
+  }
+  // `unit` over each row's share.
+  static __device__ __forceinline__ void leave_scales(float* scales, const float (&share)[COUNT],
+                                                      float unit) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (threadIdx.x % LANES == 0 && is_row(i))
+        scales[i * STEP_ROWS + static_cast<int>(threadIdx.x) / LANES] =
+            __fdividef(unit, share[i]);
   }
 };
 
