@@ -105,6 +105,7 @@ def test_keys_in_several_parts_with_all_masks_at_once() -> None:
 )
 def test_warpgroups(rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> None:
     case = call(dtype, 1, rows, keys, 2, head_dim, masking=Masking(causal=rows == keys))
+    case.q[:, ::3] *= 4.0  # of some rows later keys have far higher scores than the first ones
     assert programs.architecture_of(programs.backward(case.q, case.k, case.masking).plan)
     check(case, weights=False)
     _, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)

@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 
   const u32 key_operand = describe(all_keys), value_operand = describe(all_values);
   const u32 query_operand = describe(queries);
-  float score[TILES][4], sum[1][COLUMNS / 8][4], total[2], top[2], base[2];
+  float score[TILES][4], sum[1][COLUMNS / 8][4], total[2], base[2];
+  bool empty[2];
   begin_products();
   start_scores<CHUNK>(score, advanced(query_operand, group * TILE_BYTES), key_operand);
   end_products();
@@ -84,24 +85,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
         wait_products<1>();  // for the scores; the values before may still be multiplied
       hold(score);
       masks.apply(score, row + lane / 4, chunk * CHUNK + lane % 4 * 2);
+      // Exponents are relative to the row's `base`, the highest score of the first chunk with any key.
+      // It follows a later chunk's highest only where that is HEADROOM above: sums are seldom rescaled.
       float shrink[2];
+      bool rises = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float highest = chunk == 0 ? -INFINITE : top[h];
+        float highest = -INFINITE;
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
           highest = fmaxf(highest, fmaxf(score[t][2 * h], score[t][2 * h + 1]));
         highest = max_in_quad(highest);
+        const bool none = highest == -INFINITE;
         // Of a row without any key so far the differences must not be infinity less infinity.
-        const float before = base[h];
-        base[h] = shifted_base((highest == -INFINITE ? 0.0f : highest) * to_exponent);
+        const float own = shifted_base((none ? 0.0f : highest) * to_exponent);
         if (chunk == 0) {
-          total[h] = 0.0f;
+          base[h] = own, empty[h] = none, total[h] = 0.0f;
         } else {
-          shrink[h] = top[h] == -INFINITE ? 0.0f : exp2_approximate(before - base[h]);
-          total[h] *= shrink[h];
+          const bool follows = !none && (empty[h] || own - base[h] > HEADROOM);
+          shrink[h] = follows ? empty[h] ? 0.0f : exp2_approximate(base[h] - own) : 1.0f;
+          if (follows) base[h] = own;
+          rises |= follows;
+          empty[h] &= none;
         }
-        top[h] = highest;
+      }
+      if (chunk > 0 && __any_sync(0xffffffffu, rises)) {
+        wait_products<0>();
+        hold(sum[0]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          total[h] *= shrink[h];
+#pragma unroll
+          for (int t = 0; t < COLUMNS / 8; ++t)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sum[0][t][2 * h + i] *= shrink[h];
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -110,15 +131,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
             value = exp2_approximate(__fmaf_rn(value, to_exponent, -base[h]));
             total[h] += value;
           }
-      }
-      if (chunk > 0) {
-        wait_products<0>();
-        hold(sum[0]);
-#pragma unroll
-        for (int t = 0; t < COLUMNS / 8; ++t)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[0][t][i] *= shrink[i / 2];
-      }
       Kept<TILES> weight;
       weight.take(score);
       if (!SCALED && chunk == 0 && round == 0) {

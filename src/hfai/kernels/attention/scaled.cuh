@@ -9,15 +9,17 @@
 // What memory holds is IO; operands are of type T, fp16 where IO is fp32 and else the same as IO.
 
 constexpr bool SCALED = sizeof(IO) == 4;
-// Probabilities times 2 to the power of this are what fp16 holds in the same way.
+// Backward's probabilities times 2 to the power of this are what fp16 holds in the same way; forward's
+// times BASE_SHIFT are multiplied by up to 2 to the power of HEADROOM before the row's base follows.
 constexpr float PROBABILITY_SHIFT = SCALED ? 14.0f : 0.0f;
+constexpr float BASE_SHIFT = SCALED ? 10.0f : 0.0f, HEADROOM = SCALED ? 5.0f : 8.0f;
 // Logarithms to base 2 that it can be added to without a loss.
 constexpr float MOST_SHIFTED = 1048576.0f;
 
-// What is taken from a row's exponents, so that its highest probability is 2 to PROBABILITY_SHIFT.
+// What is taken from a row's exponents, of which one was `highest`.
 __device__ __forceinline__ float shifted_base(float highest) {
   if constexpr (SCALED)
-    return fabsf(highest) < MOST_SHIFTED ? highest - PROBABILITY_SHIFT : highest;
+    return fabsf(highest) < MOST_SHIFTED ? highest - BASE_SHIFT : highest;
   else
     return highest;
 }
