@@ -1,0 +1,1 @@
+"""Large fp32 matrix products on bf16 tensor cores."""
