@@ -16,6 +16,7 @@ STAGE_PITCH = 25 * 1024
 SHARED_BYTES = STAGES * (3 * STAGE_PITCH + 2 * 8)
 THREADS = 3 * 128
 SPLIT_THREADS, SUM_THREADS = 256, 256
+SPLIT_SHARED_BYTES = ROWS * (DEPTH + 1) * 4
 
 LEAST_SIZE = 64  # of each dimension
 WORTH = 0.9  # a product is ours where it is thought to take no more than this of torch's time

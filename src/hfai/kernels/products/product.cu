@@ -15,58 +15,6 @@ constexpr int STAGE_PITCH = ceil_div(PIECE_BYTES, 1024) * 1024;  // of one of a 
 constexpr int STAGE_BYTES = 3 * STAGE_PITCH;
 constexpr int ROWS_IN_TURN = 16;  // tiles of rows whose pieces stay in the second-level cache together
 
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
-}
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-  u32 done = 0;
-  while (!done)
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-}
-__device__ __forceinline__ void copy_piece(char* target, const char* source, u64* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(target)),
-      "l"(__cvta_generic_to_global(source)), "n"(PIECE_BYTES), "r"(shared_address(barrier))
-      : "memory");
-}
-
-// Rows of 64 bytes, groups of eight 512 bytes apart; 2 is the 64-byte swizzle.
-__device__ __forceinline__ u64 of_rows(u32 operand) {
-  return static_cast<u64>(2u << 30 | 8 * ROW_BYTES / 16) << 32 | operand;
-}
-#define PRODUCT_64_128(C, ADDS)                                                                   \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                    \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" SUM_128                   \
-               "}, %64, %65, add, 1, 1, 0, 0;\n}"                                                  \
-               : TILES_128(C)                                                                      \
-               : "l"(of_rows(a)), "l"(of_rows(b)), "n"(ADDS)                                       \
-               : "memory")
-template <bool ADD>
-__device__ __forceinline__ void multiply(float (&sum)[16][4], u32 a, u32 b) {
-  if constexpr (ADD)
-    PRODUCT_64_128("+f", 1);
-  else
-    PRODUCT_64_128("=f", 0);
-}
-
 // 64 rows by 128 columns of a stage.
 __device__ __forceinline__ void multiply_stage(float (&sum)[16][4], u32 a, u32 b) {
   constexpr int PLANE = PLANE_BYTES / 16, STEP = 2;  // in descriptors' units
@@ -150,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
       barrier_init(full + i, 1);
       barrier_init(empty + i, 4 * GROUPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_are_made();
   }
   __syncthreads();
   const i64 row_tiles = (m + ROWS - 1) / ROWS, column_tiles = (n + COLUMNS - 1) / COLUMNS;
@@ -159,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
   u32 parity = 0;
   const int group = warpgroup_index();
   if (group == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    keep_registers<40>();
     if (threadIdx.x != 128 * GROUPS) return;
     for (i64 index = blockIdx.x; index < items; index += gridDim.x) {
       const Item item(index, row_tiles, column_tiles, depth_pieces, splits);
@@ -169,16 +117,17 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
         barrier_wait(empty + stage, parity ^ 1);
         barrier_expect(full + stage, 3 * PIECE_BYTES);
         char* const target = shared + stage * STAGE_BYTES;
-        copy_piece(target, from_a, full + stage);
-        copy_piece(target + STAGE_PITCH, from_b, full + stage);
-        copy_piece(target + 2 * STAGE_PITCH, from_b + depth_pieces * PIECE_PITCH, full + stage);
+        copy_bytes(target, from_a, PIECE_BYTES, full + stage);
+        copy_bytes(target + STAGE_PITCH, from_b, PIECE_BYTES, full + stage);
+        copy_bytes(target + 2 * STAGE_PITCH, from_b + depth_pieces * PIECE_PITCH, PIECE_BYTES,
+                   full + stage);
         from_a += PIECE_PITCH;
         from_b += PIECE_PITCH;
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    ask_for_registers<232>();
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const int column = lane % 4 * 2;
     for (i64 index = blockIdx.x; index < items; index += gridDim.x) {
@@ -234,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
           const float* const value = sum[t / 16][t % 16] + 2 * lower;
           if (by_pairs && at + 1 < n) {
             *reinterpret_cast<float2*>(place_of) =
-                make_float2(value[0] + added[0], value[1] + added[1]);
+                float2{value[0] + added[0], value[1] + added[1]};
           } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i)

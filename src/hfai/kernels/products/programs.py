@@ -13,7 +13,7 @@ ARCHITECTURE = "sm_90a"
 
 SPLIT = (["products/pieces.cuh", "products/split.cu"], {"SPLIT_THREADS": plan.SPLIT_THREADS})
 PRODUCT = (
-    ["warpgroup.cuh", "products/pieces.cuh", "products/product.cu"],
+    ["warpgroup.cuh", "products/pieces.cuh", "products/machine.cuh", "products/product.cu"],
     {"STAGES": plan.STAGES},
 )
 SUM = (["products/sum.cu"], {"SUM_THREADS": plan.SUM_THREADS})
@@ -55,7 +55,7 @@ def programs(device: int) -> Programs:
         )
 
     return Programs(
-        load(SPLIT, "split", plan.SPLIT_THREADS),
+        load(SPLIT, "split", plan.SPLIT_THREADS, plan.SPLIT_SHARED_BYTES),
         load(PRODUCT, "product", plan.THREADS, plan.SHARED_BYTES),
         load(SUM, "sum", plan.SUM_THREADS),
     )

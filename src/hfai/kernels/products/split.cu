@@ -17,10 +17,11 @@ __device__ __forceinline__ float high_part(float value) {
   return cut ? __uint_as_float(__float_as_uint(value) & 0xffff0000u) : rounded;
 }
 
+extern __shared__ float tile[];  // ROWS rows
+
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 5)
     hfai_products_split(const float* matrix, char* pieces, i64 rows, i64 depth, i64 row_stride,
                         i64 depth_stride, i64 depth_pieces) {
-  __shared__ float tile[ROWS * TILE_PITCH];
   const i64 row_piece = blockIdx.x / depth_pieces, depth_piece = blockIdx.x % depth_pieces;
   const i64 first_row = row_piece * ROWS, first = depth_piece * DEPTH;
   matrix += first_row * row_stride + first * depth_stride;
@@ -62,8 +63,9 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 5)
 #pragma unroll
     for (int plane = 0; plane < 3; ++plane)
       *reinterpret_cast<uint4*>(piece + plane * PLANE_BYTES + place(row, part)) =
-          make_uint4(word[plane][0], word[plane][1], word[plane][2], word[plane][3]);
+          uint4{word[plane][0], word[plane][1], word[plane][2], word[plane][3]};
   }
-  const bool all_finite = __syncthreads_and(is_finite);
-  if (threadIdx.x == 0) *reinterpret_cast<uint4*>(piece + 3 * PLANE_BYTES) = make_uint4(all_finite, 0, 0, 0);
+  const u32 all_finite = __syncthreads_or(!is_finite) ? 0 : 1;
+  if (threadIdx.x == 0)
+    *reinterpret_cast<uint4*>(piece + 3 * PLANE_BYTES) = uint4{all_finite, 0, 0, 0};
 }
