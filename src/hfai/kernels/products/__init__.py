@@ -8,7 +8,7 @@ sums lose is kept small by adding up 32 of the summed dimension there and those 
 `docs/kernels/products.md` has the bound on the error, what it rests on, and the figures.
 """
 
+from hfai.kernels.products.autograd import linear
 from hfai.kernels.products.call import multiply, why_not
-from hfai.kernels.products.linear import linear
 
 __all__ = ["linear", "multiply", "why_not"]
