@@ -25,6 +25,8 @@ inline u32 describe(const void* tile) {
   return static_cast<u32>(static_cast<const char*>(tile) - start_of_shared()) >> 4 | 1u << 16;
 }
 inline int warpgroup_index() { return threadIdx.x / 128; }
+inline void let_next_kernel_start() {}
+inline void wait_for_previous_kernel() {}
 inline void begin_products() {}
 inline void end_products() {}
 template <int PENDING>

@@ -36,7 +36,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Programs]:
 
 def taken_apart(kernels: Programs, matrix: Tensor) -> tuple[Tensor, list[bool]]:
     """Return the planes [3, rows, depth] of a matrix in float64, and which pieces are finite."""
-    raw = call._take_apart(kernels, matrix, plan.ROWS, 0)
+    raw = torch.empty(plan.piece_bytes(*matrix.shape, plan.ROWS), dtype=torch.uint8)
+    call._Launches(0, 132).split(matrix, raw, None, raw)
     row_tiles, depth_tiles = (
         plan.tiles(s, u) for s, u in zip(matrix.shape, (128, 32), strict=True)
     )

@@ -13,7 +13,6 @@ from hfai.kernels.attention import plan
 from hfai.kernels.attention.launch import why_not_rows
 from hfai.kernels.attention.masking import Masking
 from hfai.kernels.attention.precision import allows_tf32 as allows_tf32
-from hfai.kernels.attention.precision import is_split
 from hfai.kernels.coverage import PLAIN_TYPES, why_not_plain, why_watched
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -132,8 +131,6 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             return f"q is on {q.device} and k or v on {tensor.device}"
     if q.dtype not in DTYPES:
         return f"{q.dtype} is not among fp32, fp16 and bf16"
-    if is_split(q.dtype):
-        return "fp32 without TF32: our three-part products have not been measured on a GPU yet"
     return None
 
 

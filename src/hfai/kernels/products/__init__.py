@@ -9,6 +9,6 @@ sums lose is kept small by adding up 32 of the summed dimension there and those 
 """
 
 from hfai.kernels.products.autograd import linear
-from hfai.kernels.products.call import multiply, why_not
+from hfai.kernels.products.call import multiply, why_not, why_not_size
 
-__all__ = ["linear", "multiply", "why_not"]
+__all__ = ["linear", "multiply", "why_not", "why_not_size"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from hfai.kernels import jit
 from hfai.kernels.coverage import why_not_plain
 from hfai.kernels.products import plan
-from hfai.kernels.products.programs import Programs, programs, runs_on
+from hfai.kernels.products.programs import programs, runs_on
 
 # Blocks of sum.cu a multiprocessor: each thread then takes several elements.
 _SUM_BLOCKS = 8
@@ -48,8 +48,8 @@ def why_not_tensor(tensor: Tensor) -> str | None:
 
 def why_not_size(m: int, k: int, n: int, device: int) -> str | None:
     """Say why [m, k] times [k, n] is left to torch on a device, by its index, or None."""
-    if min(m, k, n) < plan.LEAST_SIZE:
-        return f"[{m}, {k}] times [{k}, {n}]: a dimension is under {plan.LEAST_SIZE}"
+    if min(m, n) < plan.LEAST_SIZE or k < plan.LEAST_DEPTH:
+        return f"[{m}, {k}] times [{k}, {n}]: a dimension is too small"
     reason = jit.why_unavailable(device)
     if reason is not None:
         return reason
@@ -75,91 +75,121 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> N
     """
     (m, k), n = a.shape, b.shape[1]
     device = out.get_device()
-    kernels = programs(device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    chosen = plan.choose(m, k, n, jit.device_limits(device).multiprocessors)
-    for first in range(0, k, chosen.depth_chunk):
-        depth = slice(first, min(first + chosen.depth_chunk, k))
-        right = _take_apart(kernels, b[depth].t(), plan.COLUMNS, stream)
-        for row in range(0, m, chosen.row_chunk):
-            rows = slice(row, row + chosen.row_chunk)
-            left = _take_apart(kernels, a[rows, depth], plan.ROWS, stream)
-            _multiply_pieces(
-                kernels,
+    multiprocessors = jit.device_limits(device).multiprocessors
+    chosen = plan.choose(m, k, n, multiprocessors)
+    row_chunk, depth_chunk, splits = chosen.row_chunk, chosen.depth_chunk, chosen.splits
+    left = _bytes(plan.piece_bytes(row_chunk, depth_chunk, plan.ROWS), out)
+    right = _bytes(plan.piece_bytes(n, depth_chunk, plan.COLUMNS), out)
+    parts = out.new_empty(splits, row_chunk, n) if splits > 1 else None
+    launch = _Launches(device, multiprocessors)
+    for first in range(0, k, depth_chunk):
+        depth = min(depth_chunk, k - first)
+        of_b = b[first : first + depth].t()
+        for row in range(0, m, row_chunk):
+            of_a = a[row : row + row_chunk, first : first + depth]
+            launch.split(of_a, left, None if row else of_b, right)
+            launch.product(
                 left,
                 right,
-                depth.stop - first,
-                out[rows],
-                None if first else bias,
-                chosen.splits,
-                first > 0,
-                stream,
+                depth,
+                out[row : row + row_chunk],
+                bias if first == 0 else None,
+                parts,
+                add=first > 0,
             )
 
 
-def _take_apart(kernels: Programs, matrix: Tensor, row_tile: int, stream: int) -> Tensor:
-    """Return a matrix [rows, depth] as split.cu lays it out, its rows in whole tiles."""
-    rows, depth = matrix.shape
-    size = plan.piece_bytes(rows, depth, row_tile)
-    made = torch.empty(size, dtype=torch.uint8, device=matrix.device)
-    kernels.split.launch(
-        size // plan.PIECE_PITCH,
-        stream,
-        matrix.data_ptr(),
-        made.data_ptr(),
-        rows,
-        depth,
-        matrix.stride(0),
-        matrix.stride(1),
-        plan.tiles(depth, plan.DEPTH),
-    )
-    return made
+def _bytes(count: int, like: Tensor) -> Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=like.device)
 
 
-def _multiply_pieces(
-    kernels: Programs,
-    left: Tensor,
-    right: Tensor,
-    depth: int,
-    out: Tensor,
-    bias: Tensor | None,
-    splits: int,
-    add: bool,
-    stream: int,
-) -> None:
-    """Multiply what `_take_apart` made of a and of b's transpose into out, or add it there."""
-    m, n = out.shape
-    depth_pieces = plan.tiles(depth, plan.DEPTH)
-    splits = min(splits, depth_pieces)
-    made = out if splits == 1 else out.new_empty(splits, m, n)
-    bias_at = 0 if bias is None else bias.data_ptr()
-    items = plan.tiles(m, plan.ROWS) * plan.tiles(n, plan.COLUMNS) * splits
-    kernels.product.launch(
-        min(items, kernels.product.resident_blocks),
-        stream,
-        left.data_ptr(),
-        right.data_ptr(),
-        made.data_ptr(),
-        bias_at if splits == 1 else 0,
-        m,
-        n,
-        depth_pieces,
-        made.stride(-2),
-        0 if splits == 1 else m * n,
-        splits,
-        add and splits == 1,
-    )
-    if splits > 1:
-        multiprocessors = jit.device_limits(out.get_device()).multiprocessors
-        kernels.sum.launch(
-            min(plan.tiles(m * n, plan.SUM_THREADS), _SUM_BLOCKS * multiprocessors),
-            stream,
+class _Launches:
+    """Launches on the current stream of a device."""
+
+    def __init__(self, device: int, multiprocessors: int) -> None:
+        self._kernels = programs(device)
+        self._stream = torch._C._cuda_getCurrentRawStream(device)
+        self._multiprocessors = multiprocessors
+
+    def split(self, a: Tensor, left: Tensor, b: Tensor | None, right: Tensor) -> None:
+        """Take a [rows, depth] apart into `left` and b [columns, depth] into `right`."""
+        depth_pieces = plan.tiles(a.shape[1], plan.DEPTH)
+        a_blocks = plan.tiles(a.shape[0], plan.ROWS) * depth_pieces
+        b_blocks = 0
+        if b is not None:
+            row_tiles = plan.tiles(b.shape[0], plan.COLUMNS) * (plan.COLUMNS // plan.ROWS)
+            b_blocks = row_tiles * depth_pieces
+        b = a if b is None else b
+        self._kernels.split.launch(
+            a_blocks + b_blocks,
+            self._stream,
+            a.data_ptr(),
+            left.data_ptr(),
+            a.shape[0],
+            *a.stride(),
+            b.data_ptr(),
+            right.data_ptr(),
+            b.shape[0],
+            *b.stride(),
+            a.shape[1],
+            depth_pieces,
+            a_blocks,
+        )
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        depth: int,
+        out: Tensor,
+        bias: Tensor | None,
+        parts: Tensor | None,
+        *,
+        add: bool,
+    ) -> None:
+        """Multiply what `split` made into out [m, n], or add it there.
+
+        Args:
+            left: of a.
+            right: of b.
+            depth: length of the summed dimension.
+            out: rows contiguous.
+            bias: added to every row.
+            parts: [splits, at least m, n], contiguous: room for the results of as many ranges of
+                the summed dimension; None for one range.
+            add: whether to what is there.
+        """
+        m, n = out.shape
+        depth_pieces = plan.tiles(depth, plan.DEPTH)
+        splits = 1 if parts is None else min(parts.shape[0], depth_pieces)
+        made = out if parts is None else parts
+        bias_at = 0 if bias is None else bias.data_ptr()
+        items = plan.tiles(m, plan.ROWS) * plan.tiles(n, plan.COLUMNS) * splits
+        self._kernels.product.launch(
+            min(items, self._kernels.product.resident_blocks),
+            self._stream,
+            left.data_ptr(),
+            right.data_ptr(),
             made.data_ptr(),
-            out.data_ptr(),
-            bias_at,
+            bias_at if parts is None else 0,
             m,
             n,
-            out.stride(0),
+            depth_pieces,
+            made.stride(-2),
+            0 if parts is None else m * n,
             splits,
-            add,
+            add and parts is None,
         )
+        if parts is not None:
+            self._kernels.sum.launch(
+                min(plan.tiles(m * n, plan.SUM_THREADS), _SUM_BLOCKS * self._multiprocessors),
+                self._stream,
+                made.data_ptr(),
+                out.data_ptr(),
+                bias_at,
+                m,
+                n,
+                out.stride(0),
+                splits,
+                add,
+            )

@@ -101,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
     barriers_are_made();
   }
   __syncthreads();
+  wait_for_previous_kernel();
   const i64 row_tiles = (m + ROWS - 1) / ROWS, column_tiles = (n + COLUMNS - 1) / COLUMNS;
   const i64 items = row_tiles * column_tiles * splits;
   int stage = 0;

@@ -51,6 +51,7 @@ def programs(device: int) -> Programs:
             device,
             block=threads,
             shared_bytes=shared,
+            overlap=True,
             architecture=ARCHITECTURE,
         )
 

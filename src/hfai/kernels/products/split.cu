@@ -1,5 +1,5 @@
-// Takes an fp32 matrix apart into three bf16 ones, x = high + middle + low, laid out as product.cu
-// reads them.
+// Takes two fp32 matrices apart into three bf16 ones each, x = high + middle + low, laid out as
+// product.cu reads them.
 //
 // Rounded to nearest each time, the three have 8 bits of mantissa and a sign each, 24 and more in all:
 // the sum is x, but for what is smaller than bf16's least number (2^-133). A value that is not finite
@@ -19,12 +19,21 @@ __device__ __forceinline__ float high_part(float value) {
 
 extern __shared__ float tile[];  // ROWS rows
 
+// a [a_rows, depth] by the first `a_blocks` blocks, b [b_rows, depth] by the others, if there are any.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 5)
-    hfai_products_split(const float* matrix, char* pieces, i64 rows, i64 depth, i64 row_stride,
-                        i64 depth_stride, i64 depth_pieces) {
-  const i64 row_piece = blockIdx.x / depth_pieces, depth_piece = blockIdx.x % depth_pieces;
-  const i64 first_row = row_piece * ROWS, first = depth_piece * DEPTH;
-  matrix += first_row * row_stride + first * depth_stride;
+    hfai_products_split(const float* a, char* a_pieces, i64 a_rows, i64 a_row_stride,
+                        i64 a_depth_stride, const float* b, char* b_pieces, i64 b_rows,
+                        i64 b_row_stride, i64 b_depth_stride, i64 depth, i64 depth_pieces,
+                        i64 a_blocks) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const bool is_a = blockIdx.x < a_blocks;
+  const i64 index_of_piece = is_a ? blockIdx.x : blockIdx.x - a_blocks;
+  const i64 rows = is_a ? a_rows : b_rows, row_stride = is_a ? a_row_stride : b_row_stride;
+  const i64 depth_stride = is_a ? a_depth_stride : b_depth_stride;
+  const i64 row_piece = index_of_piece / depth_pieces;
+  const i64 first_row = row_piece * ROWS, first = (index_of_piece - row_piece * depth_pieces) * DEPTH;
+  const float* const matrix = (is_a ? a : b) + first_row * row_stride + first * depth_stride;
   // Threads side by side read what lies side by side.
   const bool by_rows = depth_stride == 1;
   constexpr int LOADS = ROWS * DEPTH / SPLIT_THREADS;
@@ -37,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 5)
     tile[row * TILE_PITCH + k] = is_inside ? matrix[row * row_stride + k * depth_stride] : 0.0f;
   }
   __syncthreads();
-  char* const piece = pieces + static_cast<i64>(blockIdx.x) * PIECE_PITCH;
+  char* const piece = (is_a ? a_pieces : b_pieces) + index_of_piece * PIECE_PITCH;
   bool is_finite = true;
 #pragma unroll
   for (int i = 0; i < ROWS * 4 / SPLIT_THREADS; ++i) {  // 16 bytes of each plane

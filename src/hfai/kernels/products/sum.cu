@@ -4,6 +4,7 @@
 extern "C" __global__ void __launch_bounds__(SUM_THREADS, 1)
     hfai_products_sum(const float* parts, float* out, const float* bias, i64 m, i64 n, i64 pitch,
                       i64 splits, i64 add) {
+  wait_for_previous_kernel();
   const i64 count = m * n;
   const i64 step = static_cast<i64>(gridDim.x) * SUM_THREADS;
   for (i64 i = static_cast<i64>(blockIdx.x) * SUM_THREADS + threadIdx.x; i < count; i += step) {
