@@ -36,8 +36,9 @@ INSTEAD_OF_ONE_OPERATOR = False
 # Queries or keys beyond which calls are torch's, a guard that nothing reaches in practice: torch's
 # fused operators count positions in 32 bits.
 LONGEST = 1 << 20
-# Whether fp32 without TF32 runs here even where the products are torch's, which is what decides: with
-# those the module was measured at 0.92 to 1.04 times torch's speed, with ours at twice. Tests set it.
+# Whether fp32 without TF32 runs here even where the products are torch's, which is what decides:
+# with those the module was measured at 0.92 to 1.04 times torch's speed, with ours at twice. Tests
+# set it.
 WITHOUT_TF32 = False
 MANY_ROWS = 1 << 16  # of which products are large, whatever the number of features
 

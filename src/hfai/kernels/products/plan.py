@@ -82,7 +82,7 @@ def choose(m: int, k: int, n: int, multiprocessors: int) -> Plan:
         for rows in _row_counts(most_rows, column_tiles, multiprocessors):
             for splits in range(1, min(MOST_SPLITS, depth) + 1):
                 parts = 4 * splits * rows * ROWS * n if splits > 1 else 0
-                if parts > room:
+                if parts + right + rows * depth * PIECE_PITCH > room:
                     break
                 time = _time(m, k, n, rows, depth, splits, multiprocessors)
                 if best is None or time < best.time:
