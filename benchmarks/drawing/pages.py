@@ -25,6 +25,7 @@ from benchmarks.drawing import (
     cases,
     cores,
     plots,
+    products,
     sweeps,
     tables,
     ways,
@@ -41,6 +42,8 @@ DRAWN = {  # by what draws them: results that have a page's table of their own
     "allreduce_nccl": between.nccl,
     "host_adamw": between.host_adamw,
     "attention_cores": cores.table,
+    "products": products.table,
+    "products_grid": products.grid,
 }
 
 
