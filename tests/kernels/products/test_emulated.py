@@ -181,6 +181,9 @@ def test_linear_of_expanded_gradients_and_frozen_operands(every_size_is_ours: No
     linear(x, weight, None).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, weight.sum(0).expand(6, 4))
+    frozen = linear(x, weight, None).grad_fn
+    assert frozen is not None
+    assert frozen.saved_tensors[0] is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (513, 45), (300, 64)])

@@ -66,11 +66,12 @@ class Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply and keep both operands."""
+        """Multiply, and keep of the operands what the wanted gradients are made of."""
         n, k = weight.shape
         y = x.new_empty(*x.shape[:-1], n)
         multiply(x.reshape(-1, k), weight.t(), y.view(-1, n), bias)
-        ctx.save_for_backward(x, weight)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.set_materialize_grads(False)
         return y
 
@@ -82,11 +83,11 @@ class Linear(Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         with torch.autocast("cuda", enabled=False):
-            rows, inputs = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            rows = dy.reshape(-1, dy.shape[-1])
             by = torch.mm if torch.is_grad_enabled() or why_watched() is not None else product
             return (
-                by(rows, weight).view(x.shape) if needs_x else None,
-                by(rows.t(), inputs) if needs_weight else None,
+                by(rows, weight).view(*dy.shape[:-1], -1) if needs_x else None,
+                by(rows.t(), x.reshape(-1, x.shape[-1])) if needs_weight else None,
                 rows.sum(0) if needs_bias else None,
             )
 
