@@ -32,30 +32,35 @@ from benchmarks.harness.result import first_line
 from benchmarks.harness.timing import device_event, elapsed_ms, no_collection
 
 TARGET_MS = 2.0  # a replay's length; the events and the graph's start cost about 10 µs of it
+TARGET_MS_IN_GRID = 1.0
 SHORTEST_KERNEL_MS = 0.002  # even an empty kernel takes about this long in a graph
 MOST_SETS = 64
 MEMORY_SHARE = 0.25  # of the free memory, for the input sets; outputs and peers need the rest
 CACHED_BYTES_KEPT = 1 << 30
-# What no output of a benchmark comes near, in the type's range, and finite.
+# What no output of a benchmark comes near, while products of two do not overflow: infinity times
+# zero would be a NaN again.
 LARGE = {
     torch.float16: 2.0**15,
-    torch.bfloat16: 2.0**100,
-    torch.float32: 2.0**100,
-    torch.float64: 2.0**100,
+    torch.bfloat16: 2.0**40,
+    torch.float32: 2.0**40,
+    torch.float64: 2.0**40,
 }
 
 EventPair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
-def set_count(floor_ms: float, set_bytes: int, free_bytes: int) -> int:
+def set_count(
+    floor_ms: float, set_bytes: int, free_bytes: int, target_ms: float = TARGET_MS
+) -> int:
     """Return how many input sets a graph rotates over.
 
     Args:
         floor_ms: the least time of one call.
         set_bytes: the memory of one set.
         free_bytes: the memory to choose a share of.
+        target_ms: the least length of a replay.
     """
-    wanted = math.ceil(TARGET_MS / max(floor_ms, SHORTEST_KERNEL_MS))
+    wanted = math.ceil(target_ms / max(floor_ms, SHORTEST_KERNEL_MS))
     room = int(MEMORY_SHARE * free_bytes) // max(set_bytes, 1)
     return max(1, min(wanted, MOST_SETS, room))
 

@@ -43,6 +43,7 @@ class Settings:
         least_rounds: of them, however long they take.
         most_rounds: of them.
         call_budget_s: of timed whole calls for a case; 0 leaves them out.
+        replay_ms: the least length of a timed replay, from which follows the number of input sets.
         grid: take the implementations of the grid, and check only a sample of rows of the largest
             inputs.
     """
@@ -51,12 +52,20 @@ class Settings:
     least_rounds: int = 20
     most_rounds: int = 200
     call_budget_s: float = 1.5
+    replay_ms: float = graphs.TARGET_MS
     grid: bool = False
 
 
 FULL = Settings()
 QUICK = Settings(kernel_budget_s=0.1, least_rounds=5, most_rounds=20, call_budget_s=0.1)
-GRID = Settings(kernel_budget_s=0.15, least_rounds=5, most_rounds=25, call_budget_s=0, grid=True)
+GRID = Settings(
+    kernel_budget_s=0.15,
+    least_rounds=5,
+    most_rounds=25,
+    call_budget_s=0,
+    replay_ms=graphs.TARGET_MS_IN_GRID,
+    grid=True,
+)
 # On a CPU there is no kernel time: the grid's times are those of whole calls.
 GRID_ON_CPU = Settings(call_budget_s=0.1, grid=True)
 
@@ -180,9 +189,13 @@ class _CaseRun:
         self.report("drawing inputs")
         count = 1
         if self.on_gpu:
-            floor_ms = self.result.floor["forward"]["ms"]
-            free_bytes = torch.cuda.mem_get_info(self.device)[0]
-            count = graphs.set_count(floor_ms, self.operator.input_bytes(self.case), free_bytes)
+            floor_ms = max(self.result.floor["forward"]["ms"], self.operator.least_ms(self.case))
+            count = graphs.set_count(
+                floor_ms,
+                self.operator.input_bytes(self.case),
+                torch.cuda.mem_get_info(self.device)[0],
+                self.settings.replay_ms,
+            )
         generator = torch.Generator(self.device).manual_seed(seed)
         self.inputs = [
             self.operator.inputs(self.case, self.device, generator) for _ in range(count)

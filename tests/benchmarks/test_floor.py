@@ -9,6 +9,7 @@ from benchmarks.harness.ceiling import UNITS, Ceilings, measure_ceilings
 from benchmarks.harness.graphs import MOST_SETS, set_count
 from benchmarks.operators import OPERATORS
 from benchmarks.operators.norm import norm_case
+from benchmarks.operators.recurrent import recurrent_case
 
 H200 = Ceilings(4.28e12, {"fp32": 51e12})
 
@@ -73,6 +74,14 @@ def test_input_sets_fill_a_replay_within_a_quarter_of_the_memory(
     floor_ms: float, set_bytes: int, count: int
 ) -> None:
     assert set_count(floor_ms, set_bytes, free_bytes=140 << 30) == count
+
+
+def test_a_recurrence_of_many_steps_takes_few_input_sets() -> None:
+    case = recurrent_case(1000, 4, 985, torch.float32, layers=2)
+    least_ms = OPERATORS["lstm"]().least_ms(case)
+    assert least_ms == pytest.approx(1.9)
+    assert set_count(least_ms, 62 << 20, free_bytes=140 << 30) == 2
+    assert set_count(least_ms, 62 << 20, free_bytes=140 << 30, target_ms=1.0) == 1
 
 
 def test_the_grid_has_every_size_and_type_once_and_a_sensible_order() -> None:
