@@ -21,8 +21,8 @@ SPLIT_SHARED_BYTES = ROWS * (DEPTH + 1) * 4
 LEAST_SIZE = 64  # of rows and of columns
 # Of the summed dimension: a sum of few values of very different sizes is little more than its
 # largest product, which fp32 rounds once, to nearest.
-LEAST_DEPTH = 128
-WORTH = 0.9  # a product is ours where it is thought to take no more than this of torch's time
+LEAST_DEPTH = 512
+WORTH = 1.0  # a product is ours where it is thought to take no more than this of torch's time
 
 MOST_SPLITS = 16
 # Bytes that operands taken apart have at a time: at least so many, else this part of what the

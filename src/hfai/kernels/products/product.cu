@@ -84,10 +84,56 @@ struct Item {
   }
 };
 
+// What of a matrix lies at and behind an element.
+struct Part {
+  i64 rows, columns;
+
+  __device__ __forceinline__ bool has(int row, int column) const {
+    return row < rows && column < columns;
+  }
+};
+
+// A thread's sums to two rows, eight apart, of 32 times two columns, eight apart.
+__device__ __forceinline__ void store(float* target, const Part& part, i64 pitch,
+                                      const float (&sum)[2][16][4], bool by_pairs) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int t = 0; t < 16; ++t)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const int r = lower * 8, c = half * 128 + t * 8;
+        const float* const value = sum[half][t] + 2 * lower;
+        if (by_pairs) {
+          if (part.has(r, c + 1)) {
+            *reinterpret_cast<float2*>(target + r * pitch + c) = float2{value[0], value[1]};
+            continue;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (part.has(r, c + i)) target[r * pitch + c + i] = value[i];
+      }
+}
+
+// Puts into such sums what lies at `source`, rows `pitch` apart.
+__device__ __forceinline__ void load(float (&sum)[2][16][4], const float* source, const Part& part,
+                                     i64 pitch) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int t = 0; t < 16; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = i / 2 * 8, c = half * 128 + t * 8 + i % 2;
+        if (part.has(r, c)) sum[half][t][i] = source[r * pitch + c];
+      }
+}
+
 extern __shared__ __align__(1024) char shared[];
 
-// out [splits][m][n], rows `pitch` apart and ranges `split_pitch`; `bias` [n] or 0, added to every row;
-// `add`: whether to what is there.
+// out [splits][m][n], rows `pitch` apart and ranges `split_pitch`. `add`: whether to what is there; else
+// `bias` [n] is added to every row, if there is one.
 extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
     hfai_products_product(const char* a, const char* b, float* out, const float* bias, i64 m, i64 n,
                           i64 depth_pieces, i64 pitch, i64 split_pitch, i64 splits, i64 add) {
@@ -131,15 +177,18 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
     ask_for_registers<232>();
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const int column = lane % 4 * 2;
+    const bool by_pairs =
+        pitch % 2 == 0 && split_pitch % 2 == 0 && reinterpret_cast<u64>(out) % 8 == 0;
     for (i64 index = blockIdx.x; index < items; index += gridDim.x) {
       const Item item(index, row_tiles, column_tiles, depth_pieces, splits);
-      float sum[2][16][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int t = 0; t < 16; ++t)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[half][t][i] = 0.0f;
+      const i64 first_row = item.row_tile * ROWS + group * 64 + row;
+      const i64 first_column = item.column_tile * COLUMNS + column;
+      float* const target = out + item.split * split_pitch + first_row * pitch + first_column;
+      const Part part = {m - first_row, n - first_column};
+      // What is added to comes first, and so is read while the first pieces arrive.
+      float sum[2][16][4] = {};
+      if (add != 0) load(sum, target, part, pitch);
+      else if (bias != nullptr) load(sum, bias + first_column, {16, part.columns}, 0);
 #pragma unroll 1
       for (i64 piece = item.first; piece < item.end; ++piece) {
         barrier_wait(full + stage, parity);
@@ -165,33 +214,7 @@ extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
         if (lane == 0) barrier_arrive(empty + stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
-      const i64 first_row = item.row_tile * ROWS + group * 64 + row;
-      const i64 first_column = item.column_tile * COLUMNS + column;
-      float* const target = out + item.split * split_pitch + first_row * pitch + first_column;
-      const bool by_pairs = pitch % 2 == 0 && reinterpret_cast<u64>(out) % 8 == 0 &&
-                            split_pitch % 2 == 0 && !add;
-#pragma unroll
-      for (int t = 0; t < 32; ++t) {
-        const i64 at = first_column + t * 8;
-        float added[2] = {};
-        if (bias != nullptr)
-          for (int i = 0; i < 2; ++i)
-            if (at + i < n) added[i] = bias[at + i];
-#pragma unroll
-        for (int lower = 0; lower < 2; ++lower) {
-          if (first_row + 8 * lower >= m) continue;
-          float* const place_of = target + 8 * lower * pitch + t * 8;
-          const float* const value = sum[t / 16][t % 16] + 2 * lower;
-          if (by_pairs && at + 1 < n) {
-            *reinterpret_cast<float2*>(place_of) =
-                float2{value[0] + added[0], value[1] + added[1]};
-          } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-              if (at + i < n) place_of[i] = (add ? place_of[i] : 0.0f) + value[i] + added[i];
-          }
-        }
-      }
+      store(target, part, pitch, sum, by_pairs);
     }
   }
 }
