@@ -29,7 +29,7 @@ def test_what_is_taken_apart_at_a_time_fits_into_the_workspace(m: int, k: int, n
     assert 0 < chosen.depth_chunk <= k
     assert chosen.depth_chunk % plan.DEPTH == 0 or chosen.depth_chunk == k
     assert chosen.row_chunk % plan.ROWS == 0 or chosen.row_chunk == m
-    assert 1 <= chosen.splits <= plan.MOST_SPLITS
+    assert chosen.splits >= 1
 
 
 def test_the_workspace_is_at_most_a_quarter_of_large_matrices() -> None:

@@ -6,6 +6,7 @@ Pure arithmetic on sizes, so that it can be read and tested without a GPU.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 # Of pieces.cuh and product.cu.
@@ -24,7 +25,6 @@ LEAST_SIZE = 64  # of rows and of columns
 LEAST_DEPTH = 512
 WORTH = 1.0  # a product is ours where it is thought to take no more than this of torch's time
 
-MOST_SPLITS = 16
 # Bytes that operands taken apart have at a time: at least so many, else this part of what the
 # operands and the result themselves have. They are the call's only memory beside its result.
 LEAST_WORKSPACE = 48 * 2**20
@@ -69,28 +69,39 @@ def workspace(m: int, k: int, n: int) -> int:
     return max(LEAST_WORKSPACE, 4 * (m * k + k * n + m * n) // WORKSPACE_PART)
 
 
-@functools.lru_cache(maxsize=4096)
 def choose(m: int, k: int, n: int, multiprocessors: int) -> Plan:
     """Return the plan that is thought the fastest of those that fit into `workspace`."""
-    room = workspace(m, k, n)
-    best: Plan | None = None
-    depth_tiles, row_tiles, column_tiles = tiles(k, DEPTH), tiles(m, ROWS), tiles(n, COLUMNS)
+    rows, depth, splits, time = _cut(tiles(m, ROWS), tiles(k, DEPTH), n, multiprocessors)
+    return Plan(min(m, rows * ROWS), min(k, depth * DEPTH), splits, time)
+
+
+@functools.lru_cache(maxsize=4096)  # by tiles: lengths vary from call to call
+def _cut(
+    row_tiles: int, depth_tiles: int, n: int, multiprocessors: int
+) -> tuple[int, int, int, float]:
+    """Return tiles of rows and of the summed dimension at a time, ranges, and seconds."""
+    # Of the least sizes that have so many tiles; the others' is larger.
+    room = workspace((row_tiles - 1) * ROWS + 1, (depth_tiles - 1) * DEPTH + 1, n)
+    column_tiles = tiles(n, COLUMNS)
+    # One tile of everything is the least that can be done, whether it fits or not.
+    best = (1, 1, 1, math.inf)
     for chunks in _CHUNKS:
         depth = tiles(depth_tiles, chunks)
-        right = piece_bytes(n, depth * DEPTH, COLUMNS)
+        right = column_tiles * (COLUMNS // ROWS) * depth * PIECE_PITCH
         most_rows = min(row_tiles, (room - right) // (depth * PIECE_PITCH))
+        before = best
         for rows in _row_counts(most_rows, column_tiles, multiprocessors):
-            for splits in range(1, min(MOST_SPLITS, depth) + 1):
-                parts = 4 * splits * rows * ROWS * n if splits > 1 else 0
+            for splits in _split_counts(rows * column_tiles, depth, multiprocessors):
+                parts = 4 * splits * rows * ROWS * column_tiles * COLUMNS if splits > 1 else 0
                 if parts + right + rows * depth * PIECE_PITCH > room:
                     break
-                time = _time(m, k, n, rows, depth, splits, multiprocessors)
-                if best is None or time < best.time:
-                    best = Plan(min(m, rows * ROWS), min(k, depth * DEPTH), splits, time)
-        if depth == 1:
-            break
-    # Rows of b alone may not fit: one tile of everything is then the least that can be done.
-    return best or Plan(ROWS, DEPTH, 1, float("inf"))
+                sizes = (row_tiles, depth_tiles, column_tiles)
+                time = _time(sizes, rows, depth, splits, multiprocessors)
+                if time < best[3]:
+                    best = (rows, depth, splits, time)
+        if depth == 1 or (best is before and most_rows == row_tiles):
+            break  # with all rows at a time, more chunks are only slower
+    return best
 
 
 def torchs_time(m: int, k: int, n: int) -> float:
@@ -106,38 +117,42 @@ def is_worth(m: int, k: int, n: int, multiprocessors: int) -> bool:
 def _row_counts(most: int, column_tiles: int, multiprocessors: int) -> list[int]:
     """Return numbers of tiles of rows to consider: all that fit, and those that fill the device."""
     found = {most}
-    for rounds in (1, 2, 3, 4, 6, 8, 12, 16):
+    for rounds in (1, 2, 4, 8, 16):
         for splits in (1, 2, 4):
             found.add(rounds * multiprocessors // (column_tiles * splits))
     return [rows for rows in sorted(found) if 0 < rows <= most]
 
 
+def _split_counts(tiles_at_once: int, depth: int, multiprocessors: int) -> list[int]:
+    """Return numbers of ranges to consider: one where there are tiles enough."""
+    if tiles_at_once >= 2 * multiprocessors:
+        return [1]
+    return [splits for splits in (1, 2, 3, 4, 5, 6, 8, 11, 16) if splits <= depth]
+
+
 def _time(
-    m: int, k: int, n: int, rows: int, depth: int, splits: int, multiprocessors: int
+    sizes: tuple[int, int, int], rows: int, depth: int, splits: int, multiprocessors: int
 ) -> float:
     """Return about how long a product takes in chunks of `rows` tiles and `depth` pieces."""
-    row_tiles, column_tiles, depth_tiles = tiles(m, ROWS), tiles(n, COLUMNS), tiles(k, DEPTH)
+    row_tiles, depth_tiles, column_tiles = sizes
+    columns = column_tiles * COLUMNS
     depth_chunks = tiles(depth_tiles, depth)
     whole, left = divmod(row_tiles, rows)
-    total = depth_chunks * (
-        _split_time(n, depth)
-        + whole * _chunk_time(rows, column_tiles, depth, splits, n, multiprocessors)
-    )
+    chunk = whole * _chunk_time(rows, column_tiles, depth, splits, multiprocessors)
     if left:
-        total += depth_chunks * _chunk_time(left, column_tiles, depth, splits, n, multiprocessors)
-    again = 2 * 4 * m * n * (depth_chunks - 1) * BYTE_TIME  # the result, read and written again
-    return total + again
-
-
-def _split_time(rows: int, depth: int) -> float:
-    return rows * depth * DEPTH * (4 + 6) * BYTE_TIME + LAUNCH_TIME
+        chunk += _chunk_time(left, column_tiles, depth, splits, multiprocessors)
+    # The result is read and written again.
+    again = 2 * 4 * row_tiles * ROWS * columns * (depth_chunks - 1) * BYTE_TIME
+    return depth_chunks * (chunk + columns * depth * DEPTH * (4 + 6) * BYTE_TIME) + again
 
 
 def _chunk_time(
-    rows: int, column_tiles: int, depth: int, splits: int, n: int, multiprocessors: int
+    rows: int, column_tiles: int, depth: int, splits: int, multiprocessors: int
 ) -> float:
     rounds = tiles(rows * column_tiles * splits, multiprocessors)
     made = rounds * (tiles(depth, splits) * STAGE_TIME + TILE_TIME)
     if splits > 1:
-        made += 4 * rows * ROWS * n * (2 * splits + 1) * BYTE_TIME + LAUNCH_TIME
-    return _split_time(rows * ROWS, depth) + made + LAUNCH_TIME
+        results = rows * ROWS * column_tiles * COLUMNS
+        made += 4 * results * (2 * splits + 1) * BYTE_TIME + LAUNCH_TIME
+    apart = rows * ROWS * depth * DEPTH * (4 + 6) * BYTE_TIME
+    return apart + made + 2 * LAUNCH_TIME
