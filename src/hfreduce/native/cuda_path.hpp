@@ -322,6 +322,9 @@ class CudaPath {
     const int64_t until = std::min(slice.begin + slice.size, from + kPieceBytes / item);
     const auto function = group_.table().functions[static_cast<size_t>(chunk.call.dtype)]
                                                   [static_cast<size_t>(chunk.call.op)];
+    Leave leave = leave_;
+    if (leave == Leave::kBySize)
+      leave = chunk.call.count * item <= kSourcesBytes ? Leave::kShared : Leave::kSums;
     std::vector<const void *> sources(static_cast<size_t>(world_));
     alignas(64) char sums[kBlockBytes];
     for (int64_t i = from; i < until; i += kBlockBytes / item) {
@@ -330,11 +333,12 @@ class CudaPath {
       for (int r = 0; r < world_; ++r)
         sources[static_cast<size_t>(r)] = segment_.slot(0, r, number) + i * item;
       char *const target = segment_.slot(0, 0, number) + i * item;
-      char *const out = leave_ == Leave::kMemory ? sums : target;
+      char *const out = leave == Leave::kMemory ? sums : target;
       function(sources.data(), world_, out, nullptr, static_cast<size_t>(elements));
-      if (leave_ == Leave::kMemory) copy_past_caches(target, sums, size);
-      if (leave_ == Leave::kShared)  // what others' copies are to overwrite, too
+      if (leave == Leave::kMemory) copy_past_caches(target, sums, size);
+      if (leave == Leave::kShared)  // what others' copies are to overwrite, too
         for (const void *source : sources) hand_on(source, size);
+      if (leave == Leave::kSums) hand_on(target, size);
     }
     settle();
     trace_.note(Stage::kAdded, number, thread);
@@ -368,10 +372,10 @@ class CudaPath {
   }
 
   // Ends all calls, those to come too. The streams then copy over slots from which a slower rank may
-  // still take what an earlier call gave it: that rank gets a second.
+  // still take what an earlier call gave it: that rank gets a second, unless it has failed or gone.
   void fail(const Status &status) {
-    int whose;
-    for (int i = 0; i < 1000 && ahead(returned_, least(&Progress::taken, whose)); ++i) {
+    segment_.member(rank_).state.store(State::kFailed);  // it takes no more from others' slots
+    for (int i = 0; i < 1000 && someone_is_behind(); ++i) {
       const timespec millisecond{0, 1'000'000};
       nanosleep(&millisecond, nullptr);
     }
@@ -380,6 +384,14 @@ class CudaPath {
     failure_ = status;
     streams_.let_go(submitted_.value.load());
     wake_all(finished_);
+  }
+
+  bool someone_is_behind() const {
+    for (int r = 0; r < world_; ++r)
+      if (ahead(returned_, segment_.progress(0, r).taken.value.load(std::memory_order_acquire)) &&
+          segment_.member(r).state.load() == State::kAttached && !group_.waiter().peers->is_dead(r))
+        return true;
+    return false;
   }
 
   // Some 200 µs of looking, where there are processors to spare: the next chunk is that near.
