@@ -13,6 +13,7 @@ from hfai.kernels.attention import plan
 from hfai.kernels.attention.launch import why_not_rows
 from hfai.kernels.attention.masking import Masking
 from hfai.kernels.attention.precision import allows_tf32 as allows_tf32
+from hfai.kernels.attention.precision import is_split
 from hfai.kernels.coverage import PLAIN_TYPES, why_not_plain, why_watched
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -108,9 +109,10 @@ def why_no_plan(
     differentiable: bool,
 ) -> str | None:
     """Say why shapes do not fit a device, or None where they do."""
-    if plan.choose_forward(head_dim, dtype, rows, keys, limits) is None:
+    sizes = (head_dim, dtype, rows, keys, limits, is_split(dtype))
+    if plan.choose_forward(*sizes) is None:
         which = "forward"
-    elif differentiable and plan.choose_backward(head_dim, dtype, rows, keys, limits) is None:
+    elif differentiable and plan.choose_backward(*sizes) is None:
         which = "backward"
     else:
         return None
