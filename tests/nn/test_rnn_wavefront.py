@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfai.kernels.rnn import call, launch, stack, wavefront
+from hfai.kernels.rnn import call, launch, stack, stretches, wavefront
 from hfai.kernels.rnn.launch import Forward, Steps
 from hfai.kernels.rnn.programs import Configuration
 from hfai.nn import to_hfai
@@ -135,9 +135,9 @@ def enqueue_backward(
 
 @pytest.fixture(autouse=True)
 def _lazy(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: list[str]) -> None:
-    monkeypatch.setattr(wavefront, "STRETCH_ON_HOST", 0.0)
-    monkeypatch.setattr(wavefront, "MOST_STRETCHES", 3)
-    monkeypatch.setattr(wavefront, "_Lanes", LazyLanes)
+    monkeypatch.setattr(stretches, "STRETCH_ON_HOST", 0.0)
+    monkeypatch.setattr(stretches, "MOST_STRETCHES", 3)
+    monkeypatch.setattr(wavefront, "Lanes", LazyLanes)
     monkeypatch.setattr(launch, "enqueue_forward", enqueue_forward)
     monkeypatch.setattr(launch, "enqueue_backward", enqueue_backward)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfai.kernels.rnn import wavefront
+from hfai.kernels.rnn import stretches
 from tests.gpu.nn.test_rnn import (
     BF16,
     CUDA,
@@ -28,7 +28,7 @@ __all__ = ["_nothing_gives_up"]
 @pytest.fixture(autouse=True)
 def _wavefront(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences run as a wavefront too, if the layers' shape allows it."""
-    monkeypatch.setattr(wavefront, "STRETCH_ON_HOST", 0.0)
+    monkeypatch.setattr(stretches, "STRETCH_ON_HOST", 0.0)
 
 
 def is_wavefront(layer: nn.Module, x: Tensor) -> bool:
@@ -71,7 +71,7 @@ def test_a_wavefront_is_as_accurate_as_torch_and_repeats_its_bits(
 
 
 def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wavefront, "stretch_count", lambda *_: 1)
+    monkeypatch.setattr(stretches, "stretch_count", lambda *_: 1)
 
 
 def everything(layer: nn.Module, x: Tensor, states: tuple[Tensor, ...]) -> list[Tensor]:

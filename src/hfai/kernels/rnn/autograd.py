@@ -22,6 +22,7 @@ from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell, Precision
 from hfai.kernels.rnn.products import column_sums, common_width, padded, product
 from hfai.kernels.rnn.programs import Configuration, refused
+from hfai.kernels.watched import Sources, gradients_by_formula
 
 
 @dataclass(frozen=True)
@@ -307,36 +308,16 @@ def _watched_backward(
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """The same gradients through torch's operators: double backward, vmap over gradients."""
-    create_graph = torch.is_grad_enabled()
-    plan, steps = configuration.plan, sequences.steps
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        # An alias for each place: the same tensor may stand in several, and one may be made of
-        # another (a state carried over); those paths are the caller's to follow.
-        inputs = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in inputs)
-        x, h0, c0, *weights = inputs
-        assert x is not None
-        each = [
+    steps = sequences.steps
+    sizes = sequences.batch_sizes or (steps.batch,) * steps.steps
+
+    def outputs(sources: Sources) -> tuple[Tensor | None, ...]:
+        x, h0, c0, *weights = sources
+        each: list[Any] = [
             tuple(part) if has_bias else (*part, None, None)
             for part in _by_direction(weights, has_bias)
         ]
-        sizes = sequences.batch_sizes or (steps.batch,) * steps.steps
-        outputs = formula.layer(plan.cell, x, sizes, each, h0, c0)  # type: ignore[arg-type]
-        pairs = [
-            (output, gradient.reshape(output.shape))
-            for output, gradient in zip(outputs, (*gradients, None)[:3], strict=True)
-            if output is not None and gradient is not None
-        ]
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs],
-                wanted,
-                [gradient for _, gradient in pairs],
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
-    return [
-        next(found) if need and t is not None else None
-        for t, need in zip(inputs, needed, strict=True)
-    ]
+        assert x is not None
+        return formula.layer(configuration.plan.cell, x, sizes, each, h0, c0)
+
+    return gradients_by_formula(outputs, inputs, gradients, needed)

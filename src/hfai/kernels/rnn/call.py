@@ -17,7 +17,7 @@ from torch.cuda import current_device
 from hfai.kernels import jit
 from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.coverage import PLAIN_TYPES, dense, why_not_plain
-from hfai.kernels.rnn import dispatch, status, wavefront
+from hfai.kernels.rnn import dispatch, status, stretches, wavefront
 from hfai.kernels.rnn.autograd import Sequences, apply_layer, run
 from hfai.kernels.rnn.plan import Cell, Precision
 from hfai.kernels.rnn.programs import Configuration, refused
@@ -209,9 +209,9 @@ def run_stack(
         with torch.cuda.device(configuration.device):
             return run_stack(configuration, stack, sequences, x, h0, c0)
     status.raise_if_lost(configuration.device)
-    stretches = wavefront.stretch_count(configuration, len(stack.weights), sequences)
-    if stretches > 1:
-        return _run_wavefront(configuration, stretches, stack, sequences, x, h0, c0)
+    count = stretches.stretch_count(configuration, len(stack.weights), sequences)
+    if count > 1:
+        return _run_wavefront(configuration, count, stack, sequences, x, h0, c0)
     last_h: list[Tensor] = []
     last_c: list[Tensor] = []
     for layer, weights in enumerate(stack.weights):
@@ -236,7 +236,7 @@ def run_stack(
 
 def _run_wavefront(
     configuration: Configuration,
-    stretches: int,
+    count: int,
     stack: Stack,
     sequences: Sequences,
     x: Tensor,
@@ -257,17 +257,17 @@ def _run_wavefront(
                 c0,
                 configuration,
                 sequences,
-                stretches,
+                count,
                 stack.has_bias,
                 stack.dropout,
                 *weights,
             )
             return made if len(made) == 3 else (*made, None)  # type: ignore[return-value]
-        count = len(stack.weights[0])
-        by_layer = [weights[i : i + count] for i in range(0, len(weights), count)]
+        of_layer = len(stack.weights[0])
+        by_layer = [weights[i : i + of_layer] for i in range(0, len(weights), of_layer)]
         all_of_it = wavefront.forward(
             configuration,
-            stretches,
+            count,
             sequences.steps,
             stack.has_bias,
             stack.dropout,

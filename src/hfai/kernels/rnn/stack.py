@@ -16,6 +16,7 @@ from hfai.kernels.coverage import dense, why_watched
 from hfai.kernels.rnn import formula, wavefront
 from hfai.kernels.rnn.autograd import Sequences, are_as_saved
 from hfai.kernels.rnn.programs import Configuration
+from hfai.kernels.watched import Sources, gradients_by_formula
 
 
 class Layers(Function):
@@ -114,12 +115,10 @@ def _watched_backward(
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """The same gradients through torch's operators: double backward, vmap over gradients."""
-    create_graph = torch.is_grad_enabled()
     cell, steps = configuration.plan.cell, sequences.steps
     sizes = (steps.batch,) * steps.steps
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        # An alias for each place: see `autograd._watched_backward`.
-        sources = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in sources)
+
+    def outputs(sources: Sources) -> tuple[Tensor | None, ...]:
         x, h0, c0, *weights = sources
         assert x is not None
         hn, cn = [], []
@@ -132,23 +131,6 @@ def _watched_backward(
             x, h, c = formula.layer(cell, x, sizes, [one], *begins)
             hn.append(h)
             cn.append(c)
-        outputs = (x, torch.cat(hn), torch.cat(cn) if cell.has_c else None)  # type: ignore[arg-type]
-        pairs = [
-            (output, gradient.reshape(output.shape))
-            for output, gradient in zip(outputs, (*gradients, None)[:3], strict=True)
-            if output is not None and gradient is not None
-        ]
-        wanted = [t for t, need in zip(sources, needed, strict=True) if need and t is not None]
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs],
-                wanted,
-                [gradient for _, gradient in pairs],
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
-    return [
-        next(found) if need and t is not None else None
-        for t, need in zip(sources, needed, strict=True)
-    ]
+        return x, torch.cat(hn), torch.cat(cn) if cell.has_c else None  # type: ignore[arg-type]
+
+    return gradients_by_formula(outputs, sources, gradients, needed)

@@ -11,30 +11,20 @@ caller's stream waits for the lane. Sequences are full and run in one direction.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hfai.kernels import jit
 from hfai.kernels.rnn import launch
 from hfai.kernels.rnn.autograd import Sequences, order_of_input, products_of
+from hfai.kernels.rnn.lanes import Carried, Lanes
 from hfai.kernels.rnn.launch import Forward, Steps
 from hfai.kernels.rnn.plan import Precision
 from hfai.kernels.rnn.products import common_width, padded, product
 from hfai.kernels.rnn.programs import Configuration
-
-# Microseconds on the host of a layer's stretch, both passes, and on the device of a layer's step,
-# measured with an H200: four layers of 256 units in stretches of 50 steps were bound by the host.
-STRETCH_ON_HOST = 400.0
-STEP_ON_DEVICE = 2.4
-MOST_STRETCHES = 8
-# Of the time of one layer after the other; above, the estimate is too close to tell.
-WORTHWHILE = 0.8
-# Left to the products, whose blocks do not fit beside a recurrence's on a multiprocessor.
-LEFT_TO_PRODUCTS = 4
+from hfai.kernels.rnn.stretches import cut, diagonals, rows_of
 
 
 @dataclass(frozen=True)
@@ -58,28 +48,6 @@ class Made:
     masks: list[Tensor | None]
     gates: list[Tensor]
     layers: list[Forward]
-
-
-def stretch_count(configuration: Configuration, layers: int, sequences: Sequences) -> int:
-    """Return into how many stretches the steps are best cut; 1 where a wavefront gains nothing."""
-    plan, steps = configuration.plan, sequences.steps
-    if layers == 1 or plan.directions > 1 or sequences.batch_sizes is not None:
-        return 1
-    room = jit.device_limits(configuration.device).multiprocessors - LEFT_TO_PRODUCTS
-    at_once = room // (plan.blocks * plan.groups(steps.batch))
-    if at_once < 2:
-        return 1
-    most = min(MOST_STRETCHES, steps.steps)
-    times = {count: _time(layers, count, steps.steps, at_once) for count in range(1, most + 1)}
-    best = min(times, key=lambda count: times[count])
-    return best if times[best] < WORTHWHILE * times[1] else 1
-
-
-def _time(layers: int, stretches: int, steps: int, at_once: int) -> float:
-    """Return microseconds of both passes; `at_once` layers have room on the device together."""
-    in_turn = max(layers + stretches - 1, layers * stretches / at_once) if stretches > 1 else layers
-    on_device = in_turn * STEP_ON_DEVICE * steps / stretches
-    return max(on_device, layers * stretches * STRETCH_ON_HOST if stretches > 1 else 0.0)
 
 
 def forward(
@@ -111,10 +79,10 @@ def forward(
     plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     layers, batch, hidden = len(weights), steps.batch, plan.hidden
     columns = plan.cell.gates * hidden
-    parts = _cut(steps, stretches)
+    parts = cut(steps, stretches)
     hn = x.new_empty(layers, batch, hidden)
     cn = torch.empty_like(hn) if plan.cell.has_c else None
-    h, c = _Carried(hn), _Carried(cn)
+    h, c = Carried(hn), Carried(cn)
     words = max(launch.exchange_words(configuration, part) for _, part in parts)
     exchange = torch.full(
         (layers, stretches, words), launch.UNSENT, dtype=torch.int32, device=x.device
@@ -138,9 +106,9 @@ def forward(
     )
     widths = [common_width(inputs[layer], weights[layer][0]) for layer in range(layers)]
     wide = [padded(of[0], width).whole.t() for of, width in zip(weights, widths, strict=True)]
-    with _Lanes(configuration.device, layers) as lanes:
-        for layer, turn in _diagonals(layers, stretches):
-            (first, part), rows = parts[turn], _rows(parts[turn], batch)
+    with Lanes(configuration.device, layers) as lanes:
+        for layer, turn in diagonals(layers, stretches):
+            (first, part), rows = parts[turn], rows_of(parts[turn], batch)
             if layer:
                 lanes.wait_for(layer - 1, turn)
                 chunk, mask = inputs[layer][rows], masks[layer]
@@ -212,11 +180,11 @@ def backward(
     steps, layers, hidden = sequences.steps, len(weights), plan.hidden
     batch, like = steps.batch, inputs[0]
     columns = plan.cell.gates * hidden
-    parts = _cut(steps, stretches)
+    parts = cut(steps, stretches)
     dy, dhn, dcn = gradients
     dh0 = like.new_empty(layers, batch, hidden)
     dc0 = torch.empty_like(dh0) if plan.cell.has_c else None
-    h, c = _Carried(dh0), _Carried(dc0)
+    h, c = Carried(dh0), Carried(dc0)
     floats = plan.mailbox_floats(plan.groups(batch))
     mailbox = torch.zeros(layers, stretches, floats, dtype=torch.float32, device=like.device)
     back = [
@@ -242,10 +210,10 @@ def backward(
         )
         dgates[layer] = like
 
-    with _Lanes(configuration.device, layers) as lanes:
-        for height, since in _diagonals(layers, stretches):
+    with Lanes(configuration.device, layers) as lanes:
+        for height, since in diagonals(layers, stretches):
             layer, turn = layers - 1 - height, stretches - 1 - since
-            (first, part), rows = parts[turn], _rows(parts[turn], batch)
+            (first, part), rows = parts[turn], rows_of(parts[turn], batch)
             if not since:
                 dgates[layer] = torch.empty_like(gates[layer])
             output, kept, mask = dys[layer], cells[layer], None
@@ -302,88 +270,3 @@ def _product_into(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
 
 def _of(states: Tensor | None, layer: int) -> Tensor | None:
     return None if states is None else states[layer]
-
-
-class _Carried:
-    """States between stretches: written by one and read by the next, in two buffers in turn.
-
-    A block may still read the state before a stretch when another has the one after it.
-    """
-
-    def __init__(self, at_last: Tensor | None) -> None:
-        self._at_last = at_last
-        self._between = [None if at_last is None else torch.empty_like(at_last) for _ in range(2)]
-
-    def before(self, turn: int, at_first: Tensor | None) -> Tensor | None:
-        """Return where the state before a stretch is, all layers'."""
-        return self._between[1 - turn % 2] if turn else at_first
-
-    def after(self, turn: int, last: bool) -> Tensor | None:
-        """Return where the state after a stretch goes."""
-        return self._at_last if last else self._between[turn % 2]
-
-
-def _cut(steps: Steps, stretches: int) -> list[tuple[int, Steps]]:
-    """Return the first step and the shape of each stretch, none empty."""
-    found = []
-    for turn in range(stretches):
-        first = turn * steps.steps // stretches
-        count = (turn + 1) * steps.steps // stretches - first
-        found.append((first, Steps(count, steps.batch, count * steps.batch)))
-    return found
-
-
-def _rows(part: tuple[int, Steps], batch: int) -> slice:
-    first, steps = part
-    return slice(first * batch, (first + steps.steps) * batch)
-
-
-def _diagonals(layers: int, stretches: int) -> list[tuple[int, int]]:
-    """Return layers and stretches in an order in which each follows those it needs."""
-    return [
-        (layer, diagonal - layer)
-        for diagonal in range(layers + stretches - 1)
-        for layer in range(layers)
-        if 0 <= diagonal - layer < stretches
-    ]
-
-
-class _Lanes:
-    """The layers' streams during one pass, and what each has done by now."""
-
-    def __init__(self, device: int, layers: int) -> None:
-        self._caller = torch.cuda.current_stream(device)
-        self._streams = _streams(device, layers)
-        self._done: dict[tuple[int, int], torch.cuda.Event] = {}
-        self._last: dict[int, torch.cuda.Event] = {}
-        begun = self._caller.record_event()
-        for stream in self._streams:
-            stream.wait_event(begun)
-
-    def ready(self, layer: int, *, waits: bool) -> int:
-        """Return a lane's raw stream; `waits`: for all that the caller's has been given."""
-        if waits:
-            self._streams[layer].wait_event(self._caller.record_event())
-        return int(self._streams[layer].cuda_stream)
-
-    def did(self, layer: int, turn: int) -> None:
-        """Note that a lane has been given a stretch."""
-        self._done[layer, turn] = self._last[layer] = self._streams[layer].record_event()
-
-    def wait_for(self, layer: int, turn: int) -> None:
-        """Let the caller's stream wait for a stretch."""
-        self._caller.wait_event(self._done[layer, turn])
-
-    def __enter__(self) -> _Lanes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Also where a launch was refused: memory must not be given back under a running kernel.
-        for event in self._last.values():
-            self._caller.wait_event(event)
-
-
-@functools.cache
-def _streams(device: int, count: int) -> list[torch.cuda.Stream]:
-    """Return one stream a layer; stacks of as many layers share them, which orders them only."""
-    return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfai.kernels.rnn.launch import Steps
-from hfai.kernels.rnn.wavefront import WORTHWHILE, _cut, _diagonals, _rows, _time
+from hfai.kernels.rnn.stretches import WORTHWHILE, _time, cut, diagonals, rows_of
 
 
 @given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 8))
 def test_stretches_cover_all_steps_once_in_order(steps: int, batch: int, wanted: int) -> None:
     stretches = min(steps, wanted)
-    parts = _cut(Steps(steps, batch, steps * batch), stretches)
+    parts = cut(Steps(steps, batch, steps * batch), stretches)
     assert [first for first, _ in parts] == [
         sum(part.steps for _, part in parts[:turn]) for turn in range(stretches)
     ]
@@ -21,7 +21,7 @@ def test_stretches_cover_all_steps_once_in_order(steps: int, batch: int, wanted:
     lengths = [part.steps for _, part in parts]
     assert min(lengths) >= 1
     assert max(lengths) - min(lengths) <= 1
-    rows = [row for part in parts for row in range(steps * batch)[_rows(part, batch)]]
+    rows = [row for part in parts for row in range(steps * batch)[rows_of(part, batch)]]
     assert rows == list(range(steps * batch))
 
 
@@ -37,7 +37,7 @@ def test_a_wavefront_is_for_many_steps(layers: int, steps: int, at_once: int, ga
 
 @given(st.integers(1, 12), st.integers(1, 9))
 def test_a_stretch_comes_after_the_ones_it_needs(layers: int, stretches: int) -> None:
-    order = _diagonals(layers, stretches)
+    order = diagonals(layers, stretches)
     assert sorted(order) == [(layer, turn) for layer in range(layers) for turn in range(stretches)]
     place = {both: at for at, both in enumerate(order)}
     for layer, turn in order:
