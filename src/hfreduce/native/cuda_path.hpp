@@ -260,6 +260,9 @@ class CudaPath {
       }
       const uint32_t there = streams_.returned(returned_, gone_);
       if (there != returned_) {
+        // Once the group has failed others copy over slots: what came back may be theirs.
+        if (const uint64_t failure = segment_.header().failure.load())
+          return Status::unpacked(failure);
         trace_.note(Stage::kReturned, returned_, there);
         returned_ = there;
         advance(mine.taken, returned_);
@@ -372,10 +375,11 @@ class CudaPath {
   }
 
   // Ends all calls, those to come too. The streams then copy over slots from which a slower rank may
-  // still take what an earlier call gave it: that rank gets a second, unless it has failed or gone.
+  // still take what an earlier call gave it: that rank gets a second to see the call end well, unless
+  // it is to blame, has failed or is gone.
   void fail(const Status &status) {
     segment_.member(rank_).state.store(State::kFailed);  // it takes no more from others' slots
-    for (int i = 0; i < 1000 && someone_is_behind(); ++i) {
+    for (int i = 0; i < 1000 && someone_is_behind(status.rank); ++i) {
       const timespec millisecond{0, 1'000'000};
       nanosleep(&millisecond, nullptr);
     }
@@ -386,9 +390,10 @@ class CudaPath {
     wake_all(finished_);
   }
 
-  bool someone_is_behind() const {
+  bool someone_is_behind(int blamed) const {
     for (int r = 0; r < world_; ++r)
-      if (ahead(returned_, segment_.progress(0, r).taken.value.load(std::memory_order_acquire)) &&
+      if (r != blamed &&
+          ahead(returned_, segment_.progress(0, r).taken.value.load(std::memory_order_acquire)) &&
           segment_.member(r).state.load() == State::kAttached && !group_.waiter().peers->is_dead(r))
         return true;
     return false;
