@@ -74,15 +74,16 @@ class Way:
                 handle = path.all_reduce(bucket.buffer(), "avg", apart=True)
                 return handle.torch_future(bucket.buffer())
 
-        def hook(_: object, bucket: Any) -> Any:
-            start = time.perf_counter()
-            future = average(bucket)
-            self._spent.append((time.perf_counter() - start) * 1e6)
-            return future
-
-        net.register_comm_hook(None, hook)
+        # torch compares a hook's annotations as types, which they are not in this module.
+        net.register_comm_hook(None, lambda _, bucket: self._noted(average, bucket))
         self._net, self._train = net, training(net, run)
         self.step(True)
+
+    def _noted(self, average: Callable[[Any], Any], bucket: Any) -> Any:
+        start = time.perf_counter()
+        future = average(bucket)
+        self._spent.append((time.perf_counter() - start) * 1e6)
+        return future
 
     def step(self, sync: bool) -> dict[str, float]:
         """Return what a step takes, with or without averaging."""

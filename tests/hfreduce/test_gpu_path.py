@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -115,11 +116,15 @@ def dies(rank: int, world: int, store: str, driver: str, words: bool) -> None:
     gpu.path.close()  # waits for the streams
 
 
+def _hold(driver: str, seconds: float) -> None:
+    ctypes.CDLL(driver).hold_copies_to_the_gpu(ctypes.c_double(seconds))
+
+
 def dies_with_sums_to_fetch(rank: int, world: int, store: str, driver: str) -> float:
     """The last rank dies when the others have the sums of a call and it has not."""
     gpu = Gpu(rank, world, store, driver, words=True)
     if rank == world - 1:
-        ctypes.CDLL(driver).hold_copies_to_the_gpu()
+        _hold(driver, 20.0)
     first, second = (data(rank, 1_000, torch.float32) for _ in range(2))
     end = gpu.start(first)
     if rank == world - 1:
@@ -134,6 +139,27 @@ def dies_with_sums_to_fetch(rank: int, world: int, store: str, driver: str) -> f
     took = time.monotonic() - begun
     gpu.path.close()
     return took
+
+
+def stops_with_sums_to_fetch(rank: int, world: int, store: str, driver: str) -> bool:
+    """A rank is stopped while sums are on their way to it, and goes on when others gave it up."""
+    gpu = Gpu(rank, world, store, driver, words=True)
+    gpu.group.set_timeout(0.2)
+    first = torch.full((1000,), rank + 1.0)
+    if rank == 1:
+        _hold(driver, 0.15)
+    end = gpu.start(first)
+    if rank == 1:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        said = gpu.path.wait(end)[0]
+        return said == 2 or (said == 0 and bool((first == 3).all()))
+    assert gpu.path.wait(end)[0] == 0
+    second = torch.full((1_000_003,), 7.0)  # it goes over all slots
+    assert gpu.path.wait(gpu.start(second))[:2] == (2, 1)
+    time.sleep(0.05)
+    os.kill(gpu.reducer._members[1].pid, signal.SIGCONT)
+    return True
 
 
 def comes_late(rank: int, world: int, store: str, driver: str) -> float:
@@ -196,6 +222,12 @@ def test_nobody_waits_for_a_dead_rank_to_fetch_its_sums(drivers: dict[bool, str]
     for end in Ranks(dies_with_sums_to_fetch, 3, drivers[True]).join()[:2]:
         assert not end.error, end.text
         assert end.value < 0.5  # the dead one is looked for every 20 ms
+
+
+def test_a_rank_that_was_given_up_takes_no_sums_that_others_have_written_over(
+    drivers: dict[bool, str],
+) -> None:
+    assert run(stops_with_sums_to_fetch, 2, drivers[True]) == [True, True]
 
 
 def test_a_late_rank_is_named_by_all_within_the_timeout(drivers: dict[bool, str]) -> None:
