@@ -347,7 +347,7 @@ def main(
             [
                 *("--gigabytes", f"{gigabytes:g}", "--rounds", str(rounds)),
                 *("--loads", str(loads), "--load", what, "--threads", str(threads)),
-                *(f"--without={way!r}" for way in without),
+                *(f"--without={way}" for way in without),
             ],
             ("xxhash",),
             absent,
@@ -367,7 +367,7 @@ def main(
             ("stall", f"a save's stall, {saved}", "s"),
             ("during", "step time during the write", "of a plain step"),
             ("took", "until the checkpoint is there", "s"),
-            ("memory", "host memory of the process, with its buffers", "GB"),
+            ("memory", "host memory of the process, with all ways' buffers", "GB"),
             ("step", "a plain step", "ms"),
         ):
             if figures.get(key):

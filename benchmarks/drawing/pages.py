@@ -26,6 +26,7 @@ from benchmarks.drawing import (
     cores,
     host,
     plots,
+    products,
     sweeps,
     tables,
     ways,
@@ -44,6 +45,8 @@ DRAWN = {  # by what draws them: results that have a page's table of their own
     "allreduce_step": host.step,
     "host_adamw": between.host_adamw,
     "attention_cores": cores.table,
+    "products": products.table,
+    "products_grid": products.grid,
 }
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from hfai import checkpoint
+from hfai.checkpoint.format import Slice, lay_out
 from hfai.checkpoint.page_locked import touched
-from hfai.checkpoint.preparing import prepare_pool
-from hfai.checkpoint.shard import SEGMENT
+from hfai.checkpoint.preparing import prepare_pool, segments_of
+from hfai.checkpoint.shard import SEGMENT, segments
 from hfai.checkpoint.staging import HostPool
 from tests.checkpoint.test_manager import in_child
 
@@ -175,6 +176,17 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     assert in_child(child) == 0
     kept = [pool.acquire() for _ in range(3)]
     assert all(buffer is not None and not buffer.any() for buffer in kept)
+
+
+def test_as_many_buffers_are_expected_as_a_file_has_segments(tmp_path: Path) -> None:
+    shapes = [(4096, 4096), (5000, 3000), (4096,), (7,), (2000, 1001), (6, 5_000_000)]
+    tensors = {f"t{at}": torch.empty(shape) for at, shape in enumerate(shapes)}
+    slices = [
+        Slice(name, "float32", tuple(t.shape), (0,) * t.ndim, tuple(t.shape), 0, t.nbytes, "")
+        for name, t in tensors.items()
+    ]
+    count = len(list(segments(lay_out(slices, "0" * 16, 0))))
+    assert abs(segments_of(t.nbytes for t in tensors.values()) - count) <= 1
 
 
 def test_nothing_is_prepared_where_nothing_is_on_a_gpu(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from hfai.checkpoint import state
+from hfai.checkpoint.format import ALIGNMENT, CHUNK
 from hfai.checkpoint.parts import find_aliases, is_dtensor, local_of
+from hfai.checkpoint.shard import SEGMENT
 from hfai.checkpoint.staging import HOST_BUDGET, HostPool
 
 # Values of a parameter that an optimizer keeps which has done no step yet: Adam's two averages.
@@ -60,27 +64,42 @@ def prepare(
 
 def prepare_pool(pool: HostPool, model: Any, optimizer: Any, world: int) -> None:
     """Do so for buffers that exist."""
+    importlib.import_module("hfai.checkpoint.api")  # or the first save has to
     captured = state.capture(model, optimizer, None, None, None, None, False, 0)
     aliases = find_aliases(captured.tensors)
-    expected = [tensor for name, tensor in captured.tensors.items() if name not in aliases]
+    expected = [captured.tensors[name] for name in sorted(captured.tensors) if name not in aliases]
     for one in state.as_list(optimizer, "optimizer") or []:
         if isinstance(one, torch.optim.Optimizer) and not one.state:
             kept = [parameter for group in one.param_groups for parameter in group["params"]]
             expected += _VALUES_KEPT * kept
     on_gpus = [tensor for tensor in expected if local_of(tensor).is_cuda]
     if on_gpus:
-        size = math.ceil(sum(_share(tensor, world) for tensor in on_gpus))
-        pool.prepare(size, local_of(on_gpus[0]).device)
+        count = segments_of(_share(tensor, world) for tensor in on_gpus)
+        pool.prepare(count * SEGMENT, local_of(on_gpus[0]).device)
 
 
-def _share(tensor: Tensor, world: int) -> float:
-    """Return how many of a tensor's bytes this rank writes."""
+def segments_of(lengths: Iterable[int]) -> int:
+    """Return how many segments slices of such lengths in bytes take; see `shard.segments`."""
+    count, filled = 0, 0
+    for length in lengths:
+        for start in range(0, length, CHUNK):
+            chunk = min(CHUNK, length - start)
+            if filled and filled + chunk > SEGMENT:
+                count, filled = count + 1, 0
+            filled += chunk
+        if length >= ALIGNMENT:
+            filled += -length % ALIGNMENT
+    return count + (filled > 0)
+
+
+def _share(tensor: Tensor, world: int) -> int:
+    """Return how many of a tensor's bytes this rank writes, or one more."""
     if not is_dtensor(tensor):
-        return tensor.nbytes / world
+        return -(-tensor.nbytes // world)
     placed: Any = tensor
     copies = [
         placed.device_mesh.size(dim)
         for dim, placement in enumerate(placed.placements)
         if placement.is_replicate()
     ]
-    return float(local_of(placed).nbytes / math.prod(copies))
+    return int(-(-local_of(placed).nbytes // math.prod(copies)))
