@@ -263,6 +263,16 @@ inline void store_shared_by_device(void* target, u32 first, u32 second) {
   store_shared_by_device(target, first);
   store_shared_by_device(static_cast<char*>(target) + 4, second);
 }
+inline void store_shared_by_device_if(bool wanted, void* target, u32 word) {
+  if (wanted) store_shared_by_device(target, word);
+}
+inline void store_shared_by_device_if(bool wanted, void* target, u32 first, u32 second) {
+  if (wanted) store_shared_by_device(target, first, second);
+}
+template <class V>
+V made_once(V value) {
+  return value;
+}
 inline void prefetch(const void*) {}
 inline u32 cycles() {
   static u32 count = 0;

@@ -36,16 +36,22 @@ constexpr int AT_ONCE = smaller(PARTS, 8);
 // Steps ahead of their use at which what forward kept is asked for from memory.
 constexpr int PREFETCHED = 2;
 constexpr int SUMMED = 32 / smaller(32, VECTORS);  // senders whose vectors one warp adds up
+constexpr int TILE_WORDS = BLOCKS * BLOCKS * MESSAGE;  // all messages of a tile's step
+// Tiles of 16 rows whose products a warp makes side by side: one product waits for the one before it
+// in the same sum.
+constexpr int SIDE_BY_SIDE = smaller(M_TILES, 4);
 constexpr int PARTIALS = SENDERS / SUMMED;
 static_assert(THREADS % VECTORS == 0 && CELLS % IN_VECTOR == 0, "a message is whole vectors");
 static_assert(!SHORT_MESSAGES || PRECISION == HALF, "two values of T make a word");
 static_assert((VECTORS & (VECTORS - 1)) == 0, "lanes are added in pairs");
+static_assert(UNITS == 8 || UNITS == 16, "half a tile of 16 rows is of one block");
 // dgates of one sequence in shared memory, in words: no two quads of a load meet in a bank.
 constexpr int DGATES_PITCH = CHUNKS * 16 + (CHUNKS % 2 == 0 ? 16 : 0);
 
 struct Shared {
   float partial[PARTIALS][CELLS];
-  u32 dgates[SENT_COLUMNS][DGATES_PITCH];
+  u32 dgates[8][DGATES_PITCH];  // as many columns as products take; those beyond SENT_COLUMNS are zero
+  u32 lost[4];                  // the first: whether a thread has given up waiting
 };
 static_assert(sizeof(Shared) % 16 == 0, "the matrix's part begins on a vector");
 extern __shared__ float memory[];  // Shared, and then the matrix's part
@@ -74,13 +80,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Patience patience(status);
 
   Matrix<M_TILES, CHUNKS> matrix(&shared + 1);
+  // The first warps make the gates' gradients, and have the last stretch, which may be shorter.
+  const int first_to = (WARPS - 1 - warp) * M_TILES * 16;
   matrix.load([&](int row, int k) {
-    const int to = warp * M_TILES * 16 + row, unit = block * UNITS + k / GATES;
+    const int to = first_to + row, unit = block * UNITS + k / GATES;
     if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
     return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
   });
-  for (int i = threadIdx.x; i < SENT_COLUMNS * DGATES_PITCH; i += THREADS)
+  for (int i = threadIdx.x; i < 8 * DGATES_PITCH; i += THREADS)
     shared.dgates[i / DGATES_PITCH][i % DGATES_PITCH] = 0;
+  if (threadIdx.x == 0) shared.lost[0] = 0;
 
   // Item i of a tile is the cell of the tile's sequence `column_of(i)` and a unit of this block's.
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
@@ -105,33 +114,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // A thread's part of what all blocks send for this one's units comes in rounds of AT_ONCE vectors.
   const int vector = threadIdx.x % VECTORS, sender = threadIdx.x / VECTORS;
-  u32 word[AT_ONCE][4];
-  auto place_of = [&](i64 step, int tile) {
-    return mailbox + (((step & 1) * groups + here) * TILES + tile) * BLOCKS * BLOCKS * MESSAGE;
+  const i64 slot_words = static_cast<i64>(groups) * TILES * TILE_WORDS;
+  u32* const boxes = mailbox + static_cast<i64>(here) * TILES * TILE_WORDS;
+  const u32* const inbox = boxes + (block * BLOCKS + sender) * MESSAGE + vector * 4;
+  // Of a warp's sums a lane has columns `pair` and the next one of row lane / 4 of each half a tile;
+  // SPLIT adds the rests' columns to the others, and a lane sends one half of each tile.
+  const int pair = (PRECISION == SPLIT ? lane % 2 : lane % 4) * 2;
+  constexpr int HALVES = PRECISION == SPLIT ? 1 : 2;
+  auto offset_of = [&](int row) {  // in words, of a row that is a multiple of 8
+    return (row / UNITS * BLOCKS * UNITS + row % UNITS) * COLUMNS / IN_WORD;
   };
-  auto is_sent = [&](int part, int k) { return sender + (part + k) * SENDERS < BLOCKS; };
-  auto fetch = [&](i64 step, int tile, int part) {
-    const u32* source = place_of(step, tile) + block * BLOCKS * MESSAGE + vector * 4;
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k)
-      if (is_sent(part, k) && any_untagged(word[k], tag_of(step)))
-        load_shared_by_device(word[k], source + (sender + (part + k) * SENDERS) * MESSAGE);
+  const int first_row_sent = PRECISION == SPLIT ? lane / 2 % 2 * 8 : 0;
+  u32* const outbox = boxes + block * MESSAGE + offset_of(first_to) + offset_of(first_row_sent) +
+                      (lane / 4 * COLUMNS + pair) / IN_WORD;
+  // Rows from the warp's first that are of blocks, for those lanes that send.
+  const int rows_sent = pair < COLUMNS ? WIDTH - first_to - first_row_sent : 0;
+
+  u32 word[AT_ONCE][4];
+  auto is_sent = [&](int part, int k) {
+    return (part + k + 1) * SENDERS <= BLOCKS || sender + (part + k) * SENDERS < BLOCKS;
+  };
+  auto source_of = [&](i64 step, int tile) {
+    return inbox + ((step & 1) != 0 ? slot_words : 0) + tile * TILE_WORDS;
   };
   auto ask = [&](i64 step, int tile, int part) {
+    const u32* const source = source_of(step, tile);
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k)
+    for (int k = 0; k < AT_ONCE; ++k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) word[k][i] = tag_of(step) ^ 1;  // as before it came
-    fetch(step, tile, part);
+      for (int i = 0; i < 4; ++i) word[k][i] = tag_of(step);  // zero, and here
+      if (is_sent(part, k)) load_shared_by_device(word[k], source + (part + k) * SENDERS * MESSAGE);
+    }
   };
-  auto waiting = [&](i64 step, int part) {
-    bool untagged = false;
+  auto wait = [&](i64 step, int tile, int part) {
+    const u32 tag = tag_of(step);
+    for (;;) {
+      u32 wrong = 0;
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k)
-      untagged = untagged || (is_sent(part, k) && any_untagged(word[k], tag_of(step)));
-    return untagged && patience.again();
+      for (int k = 0; k < AT_ONCE; ++k) wrong |= wrong_tags(word[k], tag);
+      const bool waits = (wrong & 1) != 0 && !patience.lost;
+      if (!__any_sync(0xffffffffu, waits)) break;
+      if (waits) patience.again();
+      const u32* const source = source_of(step, tile);
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k)
+        if ((wrong_tags(word[k], tag) & 1) != 0)
+          load_shared_by_device(word[k], source + (part + k) * SENDERS * MESSAGE);
+    }
+    patience.rest();
   };
-  // Adds what was sent in step `step`, its first round asked for before; false where it did not come.
+  // Adds what was sent in step `step`, its first round asked for before.
   auto receive = [&](i64 step, int tile) {
     float sum[IN_VECTOR];
 #pragma unroll
@@ -139,21 +171,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int part = 0; part < PARTS; part += AT_ONCE) {
       if (part > 0) ask(step, tile, part);
-      while (__any_sync(0xffffffffu, waiting(step, part))) fetch(step, tile, part);
+      wait(step, tile, part);
 #pragma unroll
       for (int k = 0; k < AT_ONCE; ++k)
-        if (is_sent(part, k))
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if constexpr (SHORT_MESSAGES) {
-              sum[2 * i] += value_of_half<T>(word[k][i] & 0xfffeu);
-              sum[2 * i + 1] += value_of_half<T>(word[k][i] >> 16);
-            } else {
-              sum[i] += without_tag(word[k][i]);
-            }
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (SHORT_MESSAGES) {
+            sum[2 * i] += value_of_half<T>(word[k][i] & 0xfffeu);
+            sum[2 * i + 1] += value_of_half<T>(word[k][i] >> 16);
+          } else {
+            sum[i] += without_tag(word[k][i]);
           }
+        }
     }
-    patience.rest();
     if constexpr (VECTORS < 32) {
 #pragma unroll
       for (int distance = VECTORS; distance < 32; distance *= 2)
@@ -165,13 +195,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < IN_VECTOR; ++i)
         shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i];
-    return !__syncthreads_or(patience.lost);
+    if (patience.lost) shared.lost[0] = 1;
+    __syncthreads();
   };
   auto received = [&](int item) {
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int p = 0; p < PARTIALS; ++p) sum += shared.partial[p][item];
-    return sum;
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // shorter chains
+#pragma unroll
+    for (int p = 0; p < PARTIALS; ++p) sum[p % 4] += shared.partial[p][item];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   };
 
   auto time_of = [&](i64 step) { return direction ? step : steps - 1 - step; };
@@ -255,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
           ask(step - 1, tile, 0);
         }
-        if (!receive(step - 1, tile)) return;
+        receive(step - 1, tile);
       } else if (TILES > 1) {
         __syncthreads();  // as in `receive`: the tile before has read its gradients
       }
@@ -306,6 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int g = 0; g < KEPT; ++g) value[i][g] = d[g];
       }
+      const bool lost = shared.lost[0] != 0;
       __syncthreads();
 
       if constexpr (TILES > 1) {  // the next tile's: sent while this block worked on others
@@ -314,41 +346,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (next_step > 0) ask(next_step - 1, next_tile, 0);
         if (next_step < steps) read(next_step, next_tile, coming);
       }
-      const u32 tag = tag_of(step);
-      u32* const target = place_of(step, tile) + block * MESSAGE;
-      const int column = lane / 4;
+      const u32 tag = made_once(tag_of(step));
+      u32* const target =
+          made_once(outbox + ((step & 1) != 0 ? slot_words : 0) + tile * TILE_WORDS);
       RightOperand right[CHUNKS];
 #pragma unroll
       for (int k = 0; k < CHUNKS; ++k) {
         const uint4 read = *reinterpret_cast<const uint4*>(
-            &shared.dgates[column % SENT_COLUMNS][k * 16 + lane % 4 * 4]);
-        const bool wanted = column < SENT_COLUMNS;
-        const u32 word[4] = {wanted ? read.x : 0, wanted ? read.y : 0, wanted ? read.z : 0,
-                             wanted ? read.w : 0};
+            &shared.dgates[lane / 4][k * 16 + lane % 4 * 4]);
+        const u32 word[4] = {read.x, read.y, read.z, read.w};
         right[k] = RightOperand(word);
       }
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) {
-        float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      for (int first = 0; first < M_TILES; first += SIDE_BY_SIDE) {
+        float sum[SIDE_BY_SIDE][4];
 #pragma unroll
-        for (int k = 0; k < CHUNKS; ++k) matrix.multiply(sum, m, k, right[k]);
-        if constexpr (PRECISION == SPLIT)
+        for (int i = 0; i < 4 * SIDE_BY_SIDE; ++i) sum[i / 4][i % 4] = 0.0f;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
-        const int pair = lane % 4 * 2;
+        for (int k = 0; k < CHUNKS; ++k)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int to = (warp * M_TILES + m) * 16 + lane / 4 + half * 8;
-          if (to >= WIDTH || pair >= COLUMNS) continue;
-          const float first = sum[half * 2], second = sum[half * 2 + 1];
-          u32* const place =
-              target +
-              ((static_cast<i64>(to / UNITS) * BLOCKS * UNITS + to % UNITS) * COLUMNS + pair) /
-                  IN_WORD;
-          if constexpr (SHORT_MESSAGES)
-            store_shared_by_device(place, with_tag(first, second, tag));
-          else
-            store_shared_by_device(place, with_tag(first, tag), with_tag(second, tag));
+          for (int m = 0; m < smaller(SIDE_BY_SIDE, M_TILES - first); ++m)
+            matrix.multiply(sum[m], first + m, k, right[k]);
+#pragma unroll
+        for (int m = 0; m < smaller(SIDE_BY_SIDE, M_TILES - first); ++m) {
+          if constexpr (PRECISION == SPLIT) {  // keep a half of the rows, and give the other away
+            const bool second = lane / 2 % 2 != 0;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const float given = second ? sum[m][i] : sum[m][i + 2];
+              sum[m][i] = (second ? sum[m][i + 2] : sum[m][i]) +
+                          __shfl_xor_sync(0xffffffffu, given, 2);
+            }
+          }
+#pragma unroll
+          for (int half = 0; half < HALVES; ++half) {
+            const int row = (first + m) * 16 + half * 8;
+            const float left = sum[m][half * 2], right = sum[m][half * 2 + 1];
+            u32* const place = target + offset_of(row);
+            if constexpr (SHORT_MESSAGES) {
+              const u32 both = with_tag(left, right, tag);
+              store_shared_by_device_if(row < rows_sent, place, both);
+            } else {
+              const u32 one = with_tag(left, tag), other = with_tag(right, tag);
+              store_shared_by_device_if(row < rows_sent, place, one, other);
+            }
+          }
         }
       }
       sent = cycles();
@@ -361,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int g = 0; g < KEPT; ++g)
           dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(value[i][g]);
       }
+      if (lost) return;
     }
   }
 
@@ -369,7 +412,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (tile >= tiles) break;
     if (steps > 0) {
       if (TILES == 1 || tile > 0) ask(steps - 1, tile, 0);
-      if (!receive(steps - 1, tile)) return;
+      receive(steps - 1, tile);
+      if (shared.lost[0] != 0) return;
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

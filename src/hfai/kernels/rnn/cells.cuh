@@ -37,6 +37,20 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
     return fabsf(x) < 0.08f ? x - x * x * x * (1.0f / 3.0f) : fast;
   }
 }
+// Of lanes that stand side by side: a tanh where it is asked for, else a sigmoid, by one way for both.
+__device__ __forceinline__ float tanh_or_sigmoid(float x, bool is_tanh) {
+  if constexpr (IS_BFLOAT16<T>) {
+    const float half = tanh_approximate(is_tanh ? x : 0.5f * x);
+    return is_tanh ? half : 0.5f + 0.5f * half;
+  } else if constexpr (PRECISION == SPLIT) {
+    return is_tanh ? hyperbolic_tangent(x) : sigmoid(x);
+  } else {
+    const float fraction = __fdividef(1.0f, 1.0f + __expf(is_tanh ? -2.0f * x : -x));
+    const float near_zero = x - x * x * x * (1.0f / 3.0f);
+    const float tangent = fabsf(x) < 0.08f ? near_zero : 2.0f * fraction - 1.0f;
+    return is_tanh ? tangent : fraction;
+  }
+}
 __device__ __forceinline__ float activation(float x) {
   if constexpr (CELL == RNN_RELU)
     return x > 0.0f || x != x ? x : 0.0f;

@@ -41,8 +41,10 @@ static_assert(CHUNK % UNITS == 0, "chunks are whole blocks' units");
 static_assert(UNITS % VECTOR == 0, "a lane's vector is of one block");
 static_assert(THREADS % (UNITS * SHARE) == 0, "a thread's items are of one unit and gate");
 
-// Twice, since a warp may be a tile ahead of a thread that still adds up.
-extern __shared__ float sums[];  // [2][WARPS][8][ROW_PITCH], and then the matrix's part
+// Whether a thread has given up waiting, in four words; the sums of every warp,
+// [2][WARPS][8][ROW_PITCH], twice, since a warp may be a tile ahead of a thread that still adds up; and
+// the matrix's part.
+extern __shared__ float memory[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_rnn_forward(T* gates, const T* weight_0, const T* weight_1, const T* bias_input_0,
@@ -67,6 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   exchange += direction * (steps + 1) * tiles_of_batch * BLOCKS * SENT;
   states += direction * (steps + 1) * batch * WIDTH;
   Patience patience(status);
+  u32& shared_lost = *reinterpret_cast<u32*>(memory);
+  float* const sums = memory + 4;
 
   Matrix<M_TILES, CHUNKS> matrix(sums + 2 * WARPS * SUMS);
   matrix.load([&](int row, int k) {
@@ -106,28 +110,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       c[tile][i] = CELL == LSTM && real && c0 ? to_float(c0[state]) : 0.0f;
     }
 
-  // Sends a tile's h, to be slot `slot` of the exchange.
-  auto publish = [&](int tile, i64 slot) {
-    T* const sent =
-        exchange + ((slot * tiles_of_batch + first_tile + tile) * BLOCKS + block) * SENT;
+  // Slots follow each other in the order of steps: slot 0 of this direction first.
+  const i64 slot_elements = tiles_of_batch * BLOCKS * SENT;
+  const i64 to_next_slot = direction ? -slot_elements : slot_elements;
+  T* const first_slot =
+      exchange + (direction ? steps * slot_elements : 0) + static_cast<i64>(first_tile) * BLOCKS * SENT;
+  // A thread's place among what this block sends: a cell's lanes all have its h, one stores it and,
+  // for SPLIT, another the rest.
+  constexpr int NEXT_ITEM = THREADS / (SHARE * UNITS) * UNITS;  // columns further on
+  const bool sends_rest = PRECISION == SPLIT && SHARE > 1 && gate == SHARE - 1;
+  const bool sends = sends_rest || (gate == 0 && (PRECISION != HALF || local % 2 == 0));
+  T* outbox = first_slot + block * SENT + column_of(0) * UNITS + local +
+              (sends_rest ? COLUMNS * UNITS : 0);
+  // Sends a tile's h, to be in the slot of `outbox`.
+  auto publish = [&](int tile) {
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int column = column_of(i);
-      const bool real = has_item(i) && sequence_at(tile, column) < batch;
-      u32 whole = 0, rest = 0;
+      u32 whole = 0;
       if constexpr (PRECISION == HALF) {
         const float next = __shfl_down_sync(0xffffffffu, h[tile][i], SHARE);
         whole = without_absent(from_float<T>(h[tile][i]), from_float<T>(next));
+      } else if constexpr (PRECISION == SPLIT) {
+        whole = without_absent(sends_rest ? rest_for_products(h[tile][i])
+                                          : for_products(h[tile][i]));
       } else {
         whole = without_absent(for_products(h[tile][i]));
       }
-      if constexpr (PRECISION == SPLIT) rest = without_absent(rest_for_products(h[tile][i]));
-      // A cell's lanes all have its h: one stores it, another the rest.
-      T* const target = sent + column * UNITS + local;
-      if (real && gate == 0 && (PRECISION != HALF || local % 2 == 0))
-        store_shared_by_device(target, whole);
-      if (PRECISION == SPLIT && real && gate == SHARE - 1)
-        store_shared_by_device(target + COLUMNS * UNITS, rest);
+      const bool real = has_item(i) && sequence_at(tile, column_of(i)) < batch;
+      T* const target = outbox + tile * (BLOCKS * SENT) + i * NEXT_ITEM;
+      store_shared_by_device_if(sends && real, target, whole);
+      if constexpr (PRECISION == SPLIT && SHARE == 1)
+        store_shared_by_device_if(real, target + COLUMNS * UNITS,
+                                  without_absent(rest_for_products(h[tile][i])));
     }
   };
   // Keeps it for backward.
@@ -143,44 +157,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) {
     if (tile >= tiles) break;
-    publish(tile, direction ? steps : 0);
+    publish(tile);
     keep(tile, direction ? steps : 0);
   }
+  outbox += to_next_slot;
   u32 published = cycles();
+  if (threadIdx.x == 0) shared_lost = 0;
+  __syncthreads();
 
   // A warp's stretch of h comes in rounds, AT_ONCE chunks each.
   const int column = lane / 4 % SENT_COLUMNS, stretch = warp * CHUNKS * CHUNK + lane % 4 * VECTOR;
   const int place = (stretch / UNITS * SENT_COLUMNS + column) * UNITS + stretch % UNITS;
+  const T* inbox = first_slot + place;
   u32 word[BUFFERS][AT_ONCE][4];
-  auto fetch = [&](i64 slot, int tile, int part) {
-    const T* source = exchange + (slot * tiles_of_batch + first_tile + tile) * BLOCKS * SENT +
-                      place + part * AT_ONCE * CHUNK * SENT_COLUMNS;
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k)
-      if (any_absent(word[part % BUFFERS][k]))
-        load_shared_by_device(word[part % BUFFERS][k], source + k * CHUNK * SENT_COLUMNS);
-  };
-  auto ask = [&](i64 slot, int tile, int part) {
+  // Elements from the stretch's first that are there for this lane.
+  auto left_of = [&](int tile) {
     const bool wanted = sequence_at(tile, column % COLUMNS) < batch && lane / 4 < SENT_COLUMNS;
+    return wanted ? WIDTH - stretch : 0;
+  };
+  const int left_of_only = left_of(0);
+  auto ask = [&](const T* slot, int tile, int part) {
+    const T* const source = slot + tile * (BLOCKS * SENT);
+    const int left = TILES == 1 ? left_of_only : left_of(tile);
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
       const int chunk = part * AT_ONCE + k;
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        word[part % BUFFERS][k][i] =
-            wanted && chunk < CHUNKS && stretch + chunk * CHUNK < WIDTH ? ABSENT : 0;
+      for (int i = 0; i < 4; ++i) word[part % BUFFERS][k][i] = 0;
+      if (chunk < CHUNKS && chunk * CHUNK < left)
+        load_shared_by_device(word[part % BUFFERS][k], source + chunk * CHUNK * SENT_COLUMNS);
     }
-    fetch(slot, tile, part);
   };
-  auto waiting = [&](int part) {
-    bool absent = false;
+  auto wait = [&](const T* slot, int tile, int part) {
+    const T* const source = slot + tile * (BLOCKS * SENT) + part * AT_ONCE * CHUNK * SENT_COLUMNS;
+    for (;;) {
+      bool absent = false;
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[part % BUFFERS][k]);
-    return absent && patience.again();
+      for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[part % BUFFERS][k]);
+      const bool waits = absent && !patience.lost;
+      if (!__any_sync(0xffffffffu, waits)) break;
+      if (waits) patience.again();
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k)
+        if (any_absent(word[part % BUFFERS][k]))
+          load_shared_by_device(word[part % BUFFERS][k], source + k * CHUNK * SENT_COLUMNS);
+    }
+    patience.rest();
   };
   auto time_of = [&](i64 step) { return direction ? steps - 1 - step : step; };
   auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
-  auto slot_before = [&](i64 t) { return direction ? t + 1 : t; };
   auto is_active = [&](i64 t, int tile, int i) {
     const int sequence = sequence_at(tile, column_of(i));
     return has_item(i) && sequence < batch && unit < HIDDEN && (!lengths || t < lengths[sequence]);
@@ -204,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u32 turn = 0;
   float coming[ITEMS];  // the next tile's inputs
   if (TILES > 1 && steps > 0) {
-    ask(slot_before(time_of(0)), 0, 0);
+    ask(inbox, 0, 0);
     read_input(0, 0, coming);
   }
 
@@ -233,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (LOOK_AFTER > 0)
           while (static_cast<int>(cycles() - published) < LOOK_AFTER) {
           }
-        ask(slot_before(t), tile, 0);
+        ask(inbox, tile, 0);
       }
 
       float sum[M_TILES][2][4];  // even and odd chunks: shorter chains of products
@@ -241,9 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int i = 0; i < 8 * M_TILES; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
-        while (__any_sync(0xffffffffu, waiting(part))) fetch(slot_before(t), tile, part);
-        patience.rest();
-        if (BUFFERS > 1 && part + 1 < PARTS) ask(slot_before(t), tile, part + 1);
+        wait(inbox, tile, part);
+        if (BUFFERS > 1 && part + 1 < PARTS) ask(inbox, tile, part + 1);
 #pragma unroll
         for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k) {
           const RightOperand right(word[part % BUFFERS][k]);
@@ -251,13 +275,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           for (int m = 0; m < M_TILES; ++m)
             matrix.multiply(sum[m][k & 1], m, part * AT_ONCE + k, right);
         }
-        if (BUFFERS == 1 && part + 1 < PARTS) ask(slot_before(t), tile, part + 1);
+        if (BUFFERS == 1 && part + 1 < PARTS) ask(inbox, tile, part + 1);
       }
       if (TILES > 1) {  // the next tile's: sent while this block worked on others
         const i64 next_step = tile + 1 < tiles ? step : step + 1;
         const int next_tile = tile + 1 < tiles ? tile + 1 : 0;
         if (next_step < steps) {
-          ask(slot_before(time_of(next_step)), next_tile, 0);
+          ask(next_step > step ? inbox + to_next_slot : inbox, next_tile, 0);
           read_input(next_step, next_tile, coming);
         }
       }
@@ -267,24 +291,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
-      if (__syncthreads_or(patience.lost)) return;
+      if (patience.lost) shared_lost = 1;
+      __syncthreads();
+      const bool lost = shared_lost != 0;
 
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!has_item(i)) continue;  // whole warps: a cell's lanes are together
         const float* source = turn_sums + column_of(i) * ROW_PITCH + local * GATES + gate;
-        float sum = 0.0f;
+        float parts[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // shorter chains
         if (gate < GATES) {
 #pragma unroll
           for (int w = 0; w < WARPS; ++w) {
-            sum += source[w * SUMS];
-            if constexpr (PRECISION == SPLIT) sum += source[w * SUMS + 4 * ROW_PITCH];
+            parts[w % 4] += source[w * SUMS];
+            if constexpr (PRECISION == SPLIT) parts[w % 4] += source[w * SUMS + 4 * ROW_PITCH];
           }
         }
-        sum += input[i] + bias;
+        const float sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + (input[i] + bias);
         float kept = 0.0f, next = 0.0f, next_c = 0.0f;
         if constexpr (CELL == LSTM) {
-          kept = gate == 2 ? hyperbolic_tangent(sum) : sigmoid(sum);
+          kept = tanh_or_sigmoid(sum, gate == 2);
           const int base = lane - gate;
           const float in = __shfl_sync(0xffffffffu, kept, base);
           const float forget = __shfl_sync(0xffffffffu, kept, base + 1);
@@ -314,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         input[i] = kept;
       }
-      publish(tile, direction ? t : t + 1);
+      publish(tile);
       published = cycles();
 
       keep(tile, direction ? t : t + 1);
@@ -332,7 +358,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (SAVE && CELL == LSTM)
           if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c[tile][i]);
       }
+      if (lost) return;
     }
+    inbox += to_next_slot;
+    outbox += to_next_slot;
   }
 
 #pragma unroll

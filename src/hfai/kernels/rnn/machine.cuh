@@ -23,6 +23,31 @@ __device__ __forceinline__ void store_shared_by_device(void* target, u32 first, 
                : "memory");
 }
 
+// The same, by those lanes alone that want to: a predicate, and no branch around it.
+__device__ __forceinline__ void store_shared_by_device_if(bool wanted, void* target, u32 word) {
+  asm volatile("{.reg .pred wanted; setp.ne.u32 wanted, %0, 0; @wanted st.relaxed.gpu.global.u32 [%1], %2;}"
+               ::"r"(static_cast<u32>(wanted)), "l"(target), "r"(word)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_by_device_if(bool wanted, void* target, u32 first,
+                                                          u32 second) {
+  asm volatile(
+      "{.reg .pred wanted; setp.ne.u32 wanted, %0, 0; @wanted st.relaxed.gpu.global.v2.u32 [%1], {%2, %3};}"
+      ::"r"(static_cast<u32>(wanted)), "l"(target), "r"(first), "r"(second)
+      : "memory");
+}
+
+// The compiler makes values anew wherever they are used, rather than keep them in a register, as soon
+// as registers are few: a value that has passed here is not made anew.
+template <class V>
+__device__ __forceinline__ V made_once(V value) {
+  if constexpr (sizeof(V) == 8)
+    asm("" : "+l"(value));
+  else
+    asm("" : "+r"(value));
+  return value;
+}
+
 // Asks for what a later step will read, so that it comes from the second-level cache then.
 __device__ __forceinline__ void prefetch(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));

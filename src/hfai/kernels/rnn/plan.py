@@ -135,7 +135,7 @@ class Plan:
         """Dynamic shared memory of forward.cu."""
         rows = 16 * self.row_tiles + 4
         sums = 4 * 2 * self.forward_warps * 8 * rows
-        return sums + self._fragment_bytes(self.forward_warps) * self.forward_in_shared
+        return 16 + sums + self._fragment_bytes(self.forward_warps) * self.forward_in_shared
 
     @property
     def backward_shared_bytes(self) -> int:
@@ -144,7 +144,7 @@ class Plan:
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
-        exchanged = 4 * (partials * self.cells + self.sent_columns * pitch)
+        exchanged = 4 * (partials * self.cells + 8 * pitch + 4)
         return exchanged + self._fragment_bytes(self.backward_warps) * self.backward_in_shared
 
     @property
