@@ -23,6 +23,8 @@ constexpr int CHUNKS = ceil_div(ROWS, CHUNK);
 constexpr int M_TILES = ceil_div(WIDTH, 16 * WARPS);  // a warp's
 constexpr int SEQUENCES = TILES * COLUMNS;
 constexpr int CELLS = UNITS * COLUMNS;  // of a tile
+// A product's columns. A tile's cells, here and in a message, lie as [columns by so many][UNITS][WIDE].
+constexpr int WIDE = smaller(COLUMNS, 8);
 constexpr int ITEMS = ceil_div(CELLS, THREADS);
 // A part of a mailbox is read in vectors of four words; SENDERS threads read the same vector of
 // different senders side by side.
@@ -50,7 +52,8 @@ constexpr int DGATES_PITCH = CHUNKS * 16 + (CHUNKS % 2 == 0 ? 16 : 0);
 
 struct Shared {
   float partial[PARTIALS][CELLS];
-  u32 dgates[8][DGATES_PITCH];  // as many columns as products take; those beyond SENT_COLUMNS are zero
+  // As many columns as products take; those beyond SENT_COLUMNS are zero.
+  u32 dgates[8 * EIGHTS][DGATES_PITCH];
   u32 lost[4];                  // the first: whether a thread has given up waiting
 };
 static_assert(sizeof(Shared) % 16 == 0, "the matrix's part begins on a vector");
@@ -87,16 +90,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
     return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
   });
-  for (int i = threadIdx.x; i < 8 * DGATES_PITCH; i += THREADS)
+  for (int i = threadIdx.x; i < 8 * EIGHTS * DGATES_PITCH; i += THREADS)
     shared.dgates[i / DGATES_PITCH][i % DGATES_PITCH] = 0;
   if (threadIdx.x == 0) shared.lost[0] = 0;
 
   // Item i of a tile is the cell of the tile's sequence `column_of(i)` and a unit of this block's.
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
   auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
-  auto unit_of = [&](int i) { return block * UNITS + item_of(i) / COLUMNS; };
+  auto local_of = [&](int i) { return item_of(i) / WIDE % UNITS; };
+  auto unit_of = [&](int i) { return block * UNITS + local_of(i); };
+  auto column_of = [&](int i) { return item_of(i) / (UNITS * WIDE) * WIDE + item_of(i) % WIDE; };
   auto sequence_of = [&](int tile, int i) {
-    return first_sequence + tile * COLUMNS + item_of(i) % COLUMNS;
+    return first_sequence + tile * COLUMNS + column_of(i);
   };
   // `through` is what of dh passes a step beside the recurrent product.
   float dc[TILES][ITEMS], through[TILES][ITEMS];
@@ -122,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int pair = (PRECISION == SPLIT ? lane % 2 : lane % 4) * 2;
   constexpr int HALVES = PRECISION == SPLIT ? 1 : 2;
   auto offset_of = [&](int row) {  // in words, of a row that is a multiple of 8
-    return (row / UNITS * BLOCKS * UNITS + row % UNITS) * COLUMNS / IN_WORD;
+    return (row / UNITS * BLOCKS * CELLS + row % UNITS * WIDE) / IN_WORD;
   };
   const int first_row_sent = PRECISION == SPLIT ? lane / 2 % 2 * 8 : 0;
   u32* const outbox = boxes + block * MESSAGE + offset_of(first_to) + offset_of(first_row_sent) +
-                      (lane / 4 * COLUMNS + pair) / IN_WORD;
+                      (lane / 4 * WIDE + pair) / IN_WORD;
   // Rows from the warp's first that are of blocks, for those lanes that send.
   const int rows_sent = pair < COLUMNS ? WIDTH - first_to - first_row_sent : 0;
 
@@ -325,14 +330,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         // For the recurrent product: rows unit * GATES + gate, in the matrix's order of gates.
         auto row_of = [&](int column) {
-          return reinterpret_cast<T*>(shared.dgates[column]) + item / COLUMNS * GATES;
+          return reinterpret_cast<T*>(shared.dgates[column]) + local_of(i) * GATES;
         };
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
           const float gradient = d[CELL == GRU ? g + 1 : g];
-          row_of(item % COLUMNS)[g] = from_float<T>(for_products(gradient));
+          row_of(column_of(i))[g] = from_float<T>(for_products(gradient));
           if constexpr (PRECISION == SPLIT)
-            row_of(item % COLUMNS + COLUMNS)[g] = from_float<T>(rest_for_products(gradient));
+            row_of(column_of(i) + COLUMNS)[g] = from_float<T>(rest_for_products(gradient));
         }
 #pragma unroll
         for (int g = 0; g < KEPT; ++g) value[i][g] = d[g];
@@ -349,46 +354,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const u32 tag = made_once(tag_of(step));
       u32* const target =
           made_once(outbox + ((step & 1) != 0 ? slot_words : 0) + tile * TILE_WORDS);
-      RightOperand right[CHUNKS];
 #pragma unroll
-      for (int k = 0; k < CHUNKS; ++k) {
-        const uint4 read = *reinterpret_cast<const uint4*>(
-            &shared.dgates[lane / 4][k * 16 + lane % 4 * 4]);
-        const u32 word[4] = {read.x, read.y, read.z, read.w};
-        right[k] = RightOperand(word);
-      }
+      for (int eight = 0; eight < EIGHTS; ++eight) {
+        RightOperand right[CHUNKS];
 #pragma unroll
-      for (int first = 0; first < M_TILES; first += SIDE_BY_SIDE) {
-        float sum[SIDE_BY_SIDE][4];
+        for (int k = 0; k < CHUNKS; ++k) {
+          const uint4 read = *reinterpret_cast<const uint4*>(
+              &shared.dgates[eight * 8 + lane / 4][k * 16 + lane % 4 * 4]);
+          const u32 word[4] = {read.x, read.y, read.z, read.w};
+          right[k] = RightOperand(word);
+        }
 #pragma unroll
-        for (int i = 0; i < 4 * SIDE_BY_SIDE; ++i) sum[i / 4][i % 4] = 0.0f;
+        for (int first = 0; first < M_TILES; first += SIDE_BY_SIDE) {
+          float sum[SIDE_BY_SIDE][4];
 #pragma unroll
-        for (int k = 0; k < CHUNKS; ++k)
+          for (int i = 0; i < 4 * SIDE_BY_SIDE; ++i) sum[i / 4][i % 4] = 0.0f;
 #pragma unroll
-          for (int m = 0; m < smaller(SIDE_BY_SIDE, M_TILES - first); ++m)
-            matrix.multiply(sum[m], first + m, k, right[k]);
+          for (int k = 0; k < CHUNKS; ++k)
 #pragma unroll
-        for (int m = 0; m < smaller(SIDE_BY_SIDE, M_TILES - first); ++m) {
-          if constexpr (PRECISION == SPLIT) {  // keep a half of the rows, and give the other away
-            const bool second = lane / 2 % 2 != 0;
+            for (int m = 0; m < smaller(SIDE_BY_SIDE, M_TILES - first); ++m)
+              matrix.multiply(sum[m], first + m, k, right[k]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const float given = second ? sum[m][i] : sum[m][i + 2];
-              sum[m][i] = (second ? sum[m][i + 2] : sum[m][i]) +
-                          __shfl_xor_sync(0xffffffffu, given, 2);
+          for (int m = 0; m < smaller(SIDE_BY_SIDE, M_TILES - first); ++m) {
+            if constexpr (PRECISION == SPLIT) {  // keep a half of the rows, and give the other away
+              const bool second = lane / 2 % 2 != 0;
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const float given = second ? sum[m][i] : sum[m][i + 2];
+                sum[m][i] = (second ? sum[m][i + 2] : sum[m][i]) +
+                            __shfl_xor_sync(0xffffffffu, given, 2);
+              }
             }
-          }
 #pragma unroll
-          for (int half = 0; half < HALVES; ++half) {
-            const int row = (first + m) * 16 + half * 8;
-            const float left = sum[m][half * 2], right = sum[m][half * 2 + 1];
-            u32* const place = target + offset_of(row);
-            if constexpr (SHORT_MESSAGES) {
-              const u32 both = with_tag(left, right, tag);
-              store_shared_by_device_if(row < rows_sent, place, both);
-            } else {
-              const u32 one = with_tag(left, tag), other = with_tag(right, tag);
-              store_shared_by_device_if(row < rows_sent, place, one, other);
+            for (int half = 0; half < HALVES; ++half) {
+              const int row = (first + m) * 16 + half * 8;
+              const float left = sum[m][half * 2], right = sum[m][half * 2 + 1];
+              u32* const place = target + offset_of(row) + eight * UNITS * WIDE / IN_WORD;
+              if constexpr (SHORT_MESSAGES) {
+                const u32 both = with_tag(left, right, tag);
+                store_shared_by_device_if(row < rows_sent, place, both);
+              } else {
+                const u32 one = with_tag(left, tag), other = with_tag(right, tag);
+                store_shared_by_device_if(row < rows_sent, place, one, other);
+              }
             }
           }
         }

@@ -36,13 +36,13 @@ constexpr int SHARE = GATES == 1 ? 1 : 4;
 constexpr int ITEMS = ceil_div(COLUMNS * UNITS * SHARE, THREADS);  // a thread's, of one tile
 // Rows of a column of sums, padded so that a fragment's stores meet no bank twice.
 constexpr int ROW_PITCH = 16 * M_TILES + 4;
-constexpr int SUMS = 8 * ROW_PITCH;  // of one warp
+constexpr int SUMS = 8 * EIGHTS * ROW_PITCH;  // of one warp
 static_assert(CHUNK % UNITS == 0, "chunks are whole blocks' units");
 static_assert(UNITS % VECTOR == 0, "a lane's vector is of one block");
 static_assert(THREADS % (UNITS * SHARE) == 0, "a thread's items are of one unit and gate");
 
 // Whether a thread has given up waiting, in four words; the sums of every warp,
-// [2][WARPS][8][ROW_PITCH], twice, since a warp may be a tile ahead of a thread that still adds up; and
+// [2][WARPS][8 * EIGHTS][ROW_PITCH], twice, since a warp may be a tile ahead of a thread that still adds up; and
 // the matrix's part.
 extern __shared__ float memory[];
 
@@ -169,23 +169,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int column = lane / 4 % SENT_COLUMNS, stretch = warp * CHUNKS * CHUNK + lane % 4 * VECTOR;
   const int place = (stretch / UNITS * SENT_COLUMNS + column) * UNITS + stretch % UNITS;
   const T* inbox = first_slot + place;
-  u32 word[BUFFERS][AT_ONCE][4];
+  u32 word[BUFFERS][AT_ONCE][EIGHTS][4];
   // Elements from the stretch's first that are there for this lane.
-  auto left_of = [&](int tile) {
-    const bool wanted = sequence_at(tile, column % COLUMNS) < batch && lane / 4 < SENT_COLUMNS;
+  auto left_of = [&](int tile, int eight) {
+    const bool wanted =
+        sequence_at(tile, eight * 8 + column % COLUMNS) < batch && lane / 4 < SENT_COLUMNS;
     return wanted ? WIDTH - stretch : 0;
   };
-  const int left_of_only = left_of(0);
+  const int left_of_only = left_of(0, 0);
   auto ask = [&](const T* slot, int tile, int part) {
     const T* const source = slot + tile * (BLOCKS * SENT);
-    const int left = TILES == 1 ? left_of_only : left_of(tile);
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) {
-      const int chunk = part * AT_ONCE + k;
+    for (int e = 0; e < EIGHTS; ++e) {
+      const int left = TILES * EIGHTS == 1 ? left_of_only : left_of(tile, e);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) word[part % BUFFERS][k][i] = 0;
-      if (chunk < CHUNKS && chunk * CHUNK < left)
-        load_shared_by_device(word[part % BUFFERS][k], source + chunk * CHUNK * SENT_COLUMNS);
+      for (int k = 0; k < AT_ONCE; ++k) {
+        const int chunk = part * AT_ONCE + k;
+        u32(&asked)[4] = word[part % BUFFERS][k][e];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asked[i] = 0;
+        if (chunk < CHUNKS && chunk * CHUNK < left)
+          load_shared_by_device(asked, source + chunk * CHUNK * SENT_COLUMNS + e * 8 * UNITS);
+      }
     }
   };
   auto wait = [&](const T* slot, int tile, int part) {
@@ -193,14 +198,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (;;) {
       bool absent = false;
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[part % BUFFERS][k]);
+      for (int k = 0; k < AT_ONCE * EIGHTS; ++k)
+        absent = absent || any_absent(word[part % BUFFERS][k / EIGHTS][k % EIGHTS]);
       const bool waits = absent && !patience.lost;
       if (!__any_sync(0xffffffffu, waits)) break;
       if (waits) patience.again();
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k)
-        if (any_absent(word[part % BUFFERS][k]))
-          load_shared_by_device(word[part % BUFFERS][k], source + k * CHUNK * SENT_COLUMNS);
+      for (int k = 0; k < AT_ONCE * EIGHTS; ++k) {
+        u32(&asked)[4] = word[part % BUFFERS][k / EIGHTS][k % EIGHTS];
+        if (any_absent(asked))
+          load_shared_by_device(asked, source + k / EIGHTS * CHUNK * SENT_COLUMNS +
+                                           k % EIGHTS * 8 * UNITS);
+      }
     }
     patience.rest();
   };
@@ -261,19 +270,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ask(inbox, tile, 0);
       }
 
-      float sum[M_TILES][2][4];  // even and odd chunks: shorter chains of products
+      // Of one eight even and odd chunks apart: shorter chains of products.
+      constexpr int CHAINS = EIGHTS == 1 ? 2 : EIGHTS;
+      float sum[M_TILES][CHAINS][4];
 #pragma unroll
-      for (int i = 0; i < 8 * M_TILES; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
+      for (int i = 0; i < 4 * CHAINS * M_TILES; ++i)
+        sum[i / (4 * CHAINS)][i / 4 % CHAINS][i % 4] = 0.0f;
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) {
         wait(inbox, tile, part);
         if (BUFFERS > 1 && part + 1 < PARTS) ask(inbox, tile, part + 1);
 #pragma unroll
         for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k) {
-          const RightOperand right(word[part % BUFFERS][k]);
 #pragma unroll
-          for (int m = 0; m < M_TILES; ++m)
-            matrix.multiply(sum[m][k & 1], m, part * AT_ONCE + k, right);
+          for (int e = 0; e < EIGHTS; ++e) {
+            const RightOperand right(word[part % BUFFERS][k][e]);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+              matrix.multiply(sum[m][EIGHTS == 1 ? k & 1 : e], m, part * AT_ONCE + k, right);
+          }
         }
         if (BUFFERS == 1 && part + 1 < PARTS) ask(inbox, tile, part + 1);
       }
@@ -289,8 +304,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          target[i % 2 * ROW_PITCH + m * 16 + i / 2 * 8] = sum[m][0][i] + sum[m][1][i];
+        for (int e = 0; e < EIGHTS; ++e)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            target[(e * 8 + i % 2) * ROW_PITCH + m * 16 + i / 2 * 8] =
+                EIGHTS == 1 ? sum[m][0][i] + sum[m][1][i] : sum[m][e][i];
       if (patience.lost) shared_lost = 1;
       __syncthreads();
       const bool lost = shared_lost != 0;

@@ -111,6 +111,11 @@ class Plan:
         return 2 * self.columns if self.precision == Precision.SPLIT else self.columns
 
     @property
+    def eights(self) -> int:
+        """Products, of 8 columns each, that a fragment of the matrix makes for a tile."""
+        return -(-self.sent_columns // 8)
+
+    @property
     def row_tiles(self) -> int:
         """Tiles of 16 rows that a block's share of the recurrent matrix makes."""
         return -(-self.cell.gates * self.units // 16)
@@ -134,7 +139,7 @@ class Plan:
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of forward.cu."""
         rows = 16 * self.row_tiles + 4
-        sums = 4 * 2 * self.forward_warps * 8 * rows
+        sums = 4 * 2 * self.forward_warps * 8 * self.eights * rows
         return 16 + sums + self._fragment_bytes(self.forward_warps) * self.forward_in_shared
 
     @property
@@ -144,7 +149,7 @@ class Plan:
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
-        exchanged = 4 * (partials * self.cells + 8 * pitch + 4)
+        exchanged = 4 * (partials * self.cells + 8 * self.eights * pitch + 4)
         return exchanged + self._fragment_bytes(self.backward_warps) * self.backward_in_shared
 
     @property
@@ -177,7 +182,7 @@ class Plan:
     def forward_at_once(self) -> int:
         """Chunks of h that a thread of forward.cu asks for before it looks at the first."""
         most = self.most_at_once if self.tiles == 1 else MOST_AT_ONCE_OF_TILES
-        return min(self._forward_chunks, most)
+        return min(self._forward_chunks, max(1, most // self.eights))
 
     def fits(self, limits: DeviceLimits) -> bool:
         """Whether a group can run on such a device."""
@@ -243,7 +248,8 @@ class Plan:
         buffers = 1 if self.precision == Precision.SPLIT else 2
         loads = min(self._forward_chunks, buffers * self.forward_at_once)
         each = 5 if self.tiles == 1 else 4  # with several tiles, what is carried is in local memory
-        return 4 * loads + 8 * self.row_tiles + each * items + 24
+        chains = max(2, self.eights)
+        return 4 * loads * self.eights + 4 * chains * self.row_tiles + each * items + 24
 
     @property
     def _backward_registers_beside(self) -> int:
