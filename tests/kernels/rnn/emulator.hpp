@@ -273,7 +273,10 @@ template <class V>
 V made_once(V value) {
   return value;
 }
-inline void prefetch(const void*) {}
+template <class V>
+V load_if(bool wanted, const V* source) {
+  return wanted ? *source : V{};
+}
 inline u32 cycles() {
   static u32 count = 0;
   return count += 100;

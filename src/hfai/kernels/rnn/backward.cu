@@ -36,7 +36,7 @@ constexpr int SENDERS = THREADS / VECTORS;
 constexpr int PARTS = ceil_div(BLOCKS, SENDERS);  // a thread's
 constexpr int AT_ONCE = smaller(PARTS, 8);
 // Steps ahead of their use at which what forward kept is asked for from memory.
-constexpr int PREFETCHED = 2;
+constexpr int PREFETCHED = 0;
 constexpr int SUMMED = 32 / smaller(32, VECTORS);  // senders whose vectors one warp adds up
 constexpr int TILE_WORDS = BLOCKS * BLOCKS * MESSAGE;  // all messages of a tile's step
 // Tiles of 16 rows whose products a warp makes side by side: one product waits for the one before it
@@ -217,110 +217,112 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return has_item(i) && sequence < batch && unit_of(i) < HIDDEN &&
            (!lengths || t < lengths[sequence]);
   };
-  // What forward left of a tile's step for a thread's items, and the gradient of y.
+  // What forward left of a tile's step for a thread's items, and the gradient of y, as they lie in
+  // memory: they are asked for a step or a tile ahead, and nothing waits for them before they are used.
   struct Kept {
-    float value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
+    T value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
   };
-  // Reads that, and asks for what a later step will read.
   auto read = [&](i64 step, int tile, Kept& read) {
     const i64 t = time_of(step), first_row = row_of(t);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int unit = unit_of(i), sequence = sequence_of(tile, i);
-      read.dh[i] = read.c_now[i] = read.before[i] = 0.0f;
-#pragma unroll
-      for (int g = 0; g < KEPT; ++g) read.value[i][g] = 0.0f;
-      if (!is_active(t, tile, i)) continue;
+      const bool wanted = is_active(t, tile, i);
       const i64 row = first_row + sequence;
-      if (!offsets && step + PREFETCHED + 1 < steps) {
-        const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
-        if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
-        if constexpr (KEPT > 1)
-#pragma unroll
-          for (int g = 0; g < KEPT; ++g) prefetch(kept + later * GATE_PITCH + g * HIDDEN + unit);
-        if constexpr (CELL == LSTM)
-          prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
-      }
-      if (dy) read.dh[i] = to_float(dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit]);
+      read.dh[i] =
+          load_if(wanted && dy, dy + row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
       if constexpr (KEPT > 1)
 #pragma unroll
         for (int g = 0; g < KEPT; ++g)
-          read.value[i][g] = to_float(kept[row * GATE_PITCH + g * HIDDEN + unit]);
+          read.value[i][g] = load_if(wanted, kept + row * GATE_PITCH + g * HIDDEN + unit);
       if constexpr (CELL == LSTM) {
         // The row before in time: packed sequences have one only where the step before does.
-        read.c_now[i] = to_float(cells[row * HIDDEN + unit]);
+        read.c_now[i] = load_if(wanted, cells + row * HIDDEN + unit);
         const bool first = direction ? t == steps - 1 || (lengths && t + 1 >= lengths[sequence])
                                      : t == 0;
-        if (first) {
-          read.before[i] = c0 ? to_float(c0[state_base + sequence * HIDDEN + unit]) : 0.0f;
-        } else {
-          const i64 other_row = row_of(direction ? t + 1 : t - 1) + sequence;
-          read.before[i] = to_float(cells[other_row * HIDDEN + unit]);
-        }
+        const i64 other_row = row_of(first ? t : direction ? t + 1 : t - 1) + sequence;
+        read.before[i] =
+            load_if(wanted && (!first || c0), first ? c0 + state_base + sequence * HIDDEN + unit
+                                                    : cells + other_row * HIDDEN + unit);
       } else {  // GRU: h before the step; RNN: h after it
         const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
-        read.before[i] = to_float(states[(slot * batch + sequence) * WIDTH + unit]);
+        read.before[i] = load_if(wanted, states + (slot * batch + sequence) * WIDTH + unit);
       }
     }
   };
 
   u32 sent = 0;
-  Kept coming;  // the next tile's
-  if (TILES > 1 && steps > 0) read(0, 0, coming);
+  Kept coming;  // the next tile's, or step's
+  if (steps > 0) read(0, 0, coming);
   for (i64 step = 0; step < steps; ++step) {
     const i64 t = time_of(step), first_row = row_of(t);
 #pragma unroll 1  // code of one tile stays in the instruction cache
     for (int tile = 0; tile < TILES; ++tile) {
       if (tile >= tiles) break;
 
-      // Asked for before the wait, needed after it.
-      Kept now;
-      if (TILES > 1)
-        now = coming;
-      else
-        read(step, tile, now);
-      auto& [value, dh, c_now, before] = now;
-      bool active[ITEMS];
-#pragma unroll
-      for (int i = 0; i < ITEMS; ++i) active[i] = is_active(t, tile, i);
-
-      if (step > 0) {
-        if constexpr (TILES == 1) {
-          if (LOOK_AFTER > 0)
-            while (static_cast<int>(cycles() - sent) < LOOK_AFTER) {
-            }
-          ask(step - 1, tile, 0);
-        }
-        receive(step - 1, tile);
-      } else if (TILES > 1) {
-        __syncthreads();  // as in `receive`: the tile before has read its gradients
+      if (TILES == 1 && step > 0) {
+        if (LOOK_AFTER > 0)
+          while (static_cast<int>(cycles() - sent) < LOOK_AFTER) {
+          }
+        ask(step - 1, tile, 0);
       }
+      // Each gate's gradient is a multiple of dh or dc. The factors are made while the sums travel.
+      bool active[ITEMS];
+      float slope[ITEMS][KEPT], dh[ITEMS], to_cell[ITEMS], pass[ITEMS];
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) {
+        active[i] = is_active(t, tile, i);
+        dh[i] = to_float(coming.dh[i]);
+        const float before = to_float(coming.before[i]);
+        float v[KEPT];
+#pragma unroll
+        for (int g = 0; g < KEPT; ++g) v[g] = KEPT > 1 ? to_float(coming.value[i][g]) : 0.0f;
+        to_cell[i] = pass[i] = 0.0f;
+        if constexpr (CELL == LSTM) {
+          const float tanh_c = hyperbolic_tangent(to_float(coming.c_now[i]));
+          to_cell[i] = v[3] * (1.0f - tanh_c * tanh_c);
+          slope[i][0] = v[2] * v[0] * (1.0f - v[0]);
+          slope[i][1] = before * v[1] * (1.0f - v[1]);
+          slope[i][2] = v[0] * (1.0f - v[2] * v[2]);
+          slope[i][3] = tanh_c * v[3] * (1.0f - v[3]);
+          pass[i] = v[1];
+        } else if constexpr (CELL == GRU) {
+          slope[i][0] = (1.0f - v[1]) * (1.0f - v[2] * v[2]);
+          slope[i][1] = v[3] * v[0] * (1.0f - v[0]);
+          slope[i][2] = (before - v[2]) * v[1] * (1.0f - v[1]);
+          slope[i][3] = v[0];
+          pass[i] = v[1];
+        } else {
+          slope[i][0] = CELL == RNN_RELU ? before : 1.0f - before * before;
+        }
+      }
+
+      if (step > 0)
+        receive(step - 1, tile);
+      else if (TILES > 1)
+        __syncthreads();  // as in `receive`: the tile before has read its gradients
+      float made[ITEMS][KEPT];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!has_item(i)) continue;
-        const int item = item_of(i);
-        const float carried = through[tile][i] + (step > 0 ? received(item) : 0.0f);
+        const float carried = through[tile][i] + (step > 0 ? received(item_of(i)) : 0.0f);
         dh[i] += carried;
-        const float(&v)[KEPT] = value[i];
-        float d[KEPT];
+        const float(&of)[KEPT] = slope[i];
+        float(&d)[KEPT] = made[i];
         if constexpr (CELL == LSTM) {
-          const float tanh_c = hyperbolic_tangent(c_now[i]);
-          const float dcell = dc[tile][i] + dh[i] * v[3] * (1.0f - tanh_c * tanh_c);
-          d[0] = dcell * v[2] * v[0] * (1.0f - v[0]);
-          d[1] = dcell * before[i] * v[1] * (1.0f - v[1]);
-          d[2] = dcell * v[0] * (1.0f - v[2] * v[2]);
-          d[3] = dh[i] * tanh_c * v[3] * (1.0f - v[3]);
+          const float dcell = dc[tile][i] + dh[i] * to_cell[i];
+#pragma unroll
+          for (int g = 0; g < KEPT; ++g) d[g] = (g < 3 ? dcell : dh[i]) * of[g];
           through[tile][i] = 0.0f;
-          if (active[i]) dc[tile][i] = dcell * v[1];
+          if (active[i]) dc[tile][i] = dcell * pass[i];
         } else if constexpr (CELL == GRU) {
-          d[0] = dh[i] * (1.0f - v[1]) * (1.0f - v[2] * v[2]);
-          d[1] = d[0] * v[3] * v[0] * (1.0f - v[0]);
-          d[2] = dh[i] * (before[i] - v[2]) * v[1] * (1.0f - v[1]);
-          d[3] = d[0] * v[0];
-          through[tile][i] = dh[i] * v[1];
+          d[0] = dh[i] * of[0];
+          d[1] = d[0] * of[1];
+          d[2] = dh[i] * of[2];
+          d[3] = d[0] * of[3];
+          through[tile][i] = dh[i] * pass[i];
         } else {
-          d[0] = CELL == RNN_RELU ? (before[i] > 0.0f ? dh[i] : 0.0f)
-                                  : dh[i] * (1.0f - before[i] * before[i]);
+          d[0] = CELL == RNN_RELU ? (of[0] > 0.0f ? dh[i] : 0.0f) : dh[i] * of[0];
           through[tile][i] = 0.0f;
         }
         if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
@@ -339,8 +341,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           if constexpr (PRECISION == SPLIT)
             row_of(column_of(i) + COLUMNS)[g] = from_float<T>(rest_for_products(gradient));
         }
-#pragma unroll
-        for (int g = 0; g < KEPT; ++g) value[i][g] = d[g];
       }
       const bool lost = shared.lost[0] != 0;
       __syncthreads();
@@ -409,8 +409,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const i64 row = first_row + sequence_of(tile, i);
 #pragma unroll
         for (int g = 0; g < KEPT; ++g)
-          dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(value[i][g]);
+          dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(made[i][g]);
       }
+      if (TILES == 1 && step + 1 < steps) read(step + 1, tile, coming);
       if (lost) return;
     }
   }

@@ -28,7 +28,7 @@ constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 // A round is asked for before the last one is multiplied, where registers are left for it.
 constexpr int BUFFERS = PRECISION == SPLIT ? 1 : smaller(PARTS, 2);
 // Steps ahead of its use at which a gate's input is asked for from memory.
-constexpr int PREFETCHED = 2;
+constexpr int PREFETCHED = 0;
 constexpr int SEQUENCES = TILES * COLUMNS;  // a group's
 constexpr int SENT = SENT_COLUMNS * UNITS;  // by a block, of one tile and step
 // Lanes that share a cell: LSTM and GRU spread its activations over four.
@@ -219,28 +219,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int sequence = sequence_at(tile, column_of(i));
     return has_item(i) && sequence < batch && unit < HIDDEN && (!lengths || t < lengths[sequence]);
   };
-  // Reads the gates' inputs of a tile's step, and asks for those of a later one.
-  auto read_input = [&](i64 step, int tile, float (&input)[ITEMS]) {
+  // Asks for the gates' inputs of a tile's step; nothing waits for them before they are used.
+  auto read_input = [&](i64 step, int tile, T (&input)[ITEMS]) {
     const i64 t = time_of(step);
     T* const step_gates = gates + row_of(t) * GATE_PITCH;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      input[i] = 0.0f;
-      if (is_active(t, tile, i) && (CELL != GRU || gate != 2)) {
-        const T* source = step_gates + sequence_at(tile, column_of(i)) * GATE_PITCH +
-                          (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
-        input[i] = to_float(*source);
-        if (!offsets && step + PREFETCHED < steps)
-          prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
-      }
+      const T* source = step_gates + sequence_at(tile, column_of(i)) * GATE_PITCH +
+                        (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
+      input[i] = load_if(is_active(t, tile, i) && (CELL != GRU || gate != 2), source);
     }
   };
   u32 turn = 0;
-  float coming[ITEMS];  // the next tile's inputs
-  if (TILES > 1 && steps > 0) {
-    ask(inbox, 0, 0);
-    read_input(0, 0, coming);
-  }
+  T coming[ITEMS];  // the next tile's inputs, or the next step's
+  if (TILES > 1 && steps > 0) ask(inbox, 0, 0);
+  if (steps > 0) read_input(0, 0, coming);
 
   for (i64 step = 0; step < steps; ++step) {
     const i64 t = time_of(step);
@@ -252,15 +245,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       float* const turn_sums = sums + (turn & 1) * WARPS * SUMS;
       ++turn;
 
-      // Asked for before the wait, needed after it.
-      float input[ITEMS];
+      T given[ITEMS];
       bool active[ITEMS];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         active[i] = is_active(t, tile, i);
-        if (TILES > 1) input[i] = coming[i];
+        given[i] = coming[i];
       }
-      if (TILES == 1) read_input(step, tile, input);
       // With one tile nothing is on its way yet. Looking too early costs everybody bandwidth, and
       // then another look.
       if constexpr (TILES == 1) {
@@ -313,6 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       __syncthreads();
       const bool lost = shared_lost != 0;
 
+      float kept_value[ITEMS];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!has_item(i)) continue;  // whole warps: a cell's lanes are together
@@ -325,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (PRECISION == SPLIT) parts[w % 4] += source[w * SUMS + 4 * ROW_PITCH];
           }
         }
-        const float sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + (input[i] + bias);
+        const float sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + (to_float(given[i]) + bias);
         float kept = 0.0f, next = 0.0f, next_c = 0.0f;
         if constexpr (CELL == LSTM) {
           kept = tanh_or_sigmoid(sum, gate == 2);
@@ -356,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           h[tile][i] = to_float(from_float<T>(next));
           c[tile][i] = next_c;
         }
-        input[i] = kept;
+        kept_value[i] = kept;
       }
       publish(tile);
       published = cycles();
@@ -372,10 +364,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (SAVE && KEPT > 1)  // GRU: lane 2 keeps q in column 3, lane 3 n in column 2
           step_gates[sequence * GATE_PITCH +
                      (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN + unit] =
-              from_float<T>(input[i]);
+              from_float<T>(kept_value[i]);
         if constexpr (SAVE && CELL == LSTM)
           if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c[tile][i]);
       }
+      if (TILES == 1 && step + 1 < steps) read_input(step + 1, tile, coming);
       if (lost) return;
     }
     inbox += to_next_slot;

@@ -23,6 +23,28 @@ __device__ __forceinline__ void store_shared_by_device(void* target, u32 first, 
                : "memory");
 }
 
+// A value for those lanes that want one, zero for the others. What was asked for so is waited for where
+// it is used, and not where a branch around it would end.
+__device__ __forceinline__ float load_if(bool wanted, const float* source) {
+  float value;
+  asm volatile(
+      "{.reg .pred wanted; setp.ne.u32 wanted, %1, 0; mov.b32 %0, 0; @wanted ld.global.f32 %0, [%2];}"
+      : "=f"(value)
+      : "r"(static_cast<u32>(wanted)), "l"(source)
+      : "memory");
+  return value;
+}
+template <class H>
+__device__ __forceinline__ H load_if(bool wanted, const H* source) {
+  H value;
+  asm volatile(
+      "{.reg .pred wanted; setp.ne.u32 wanted, %1, 0; mov.b16 %0, 0; @wanted ld.global.b16 %0, [%2];}"
+      : "=h"(value.bits)
+      : "r"(static_cast<u32>(wanted)), "l"(source)
+      : "memory");
+  return value;
+}
+
 // The same, by those lanes alone that want to: a predicate, and no branch around it.
 __device__ __forceinline__ void store_shared_by_device_if(bool wanted, void* target, u32 word) {
   asm volatile("{.reg .pred wanted; setp.ne.u32 wanted, %0, 0; @wanted st.relaxed.gpu.global.u32 [%1], %2;}"
