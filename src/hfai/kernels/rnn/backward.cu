@@ -212,22 +212,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return has_item(i) && sequence < batch && unit_of(i) < HIDDEN &&
            (!lengths || t < lengths[sequence]);
   };
-  // What forward left of a tile's step for a thread's items, and the gradient of y.
+  // Whether a cell has no state before it but c0.
+  auto is_first = [&](i64 t, int tile, int i) {
+    return direction ? t == steps - 1 || (lengths && t + 1 >= lengths[sequence_of(tile, i)]) : t == 0;
+  };
+  // What forward left of a tile's step for a thread's items, and the gradient of y: as they lie in
+  // memory, and of cells that are not there anything. Whatever is done with a value waits for it to
+  // come, so nothing is done before the value is needed.
   struct Kept {
-    float value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
+    T value[ITEMS][KEPT], dy[ITEMS], c_now[ITEMS], before[ITEMS];
   };
   // Reads that, and asks for what a later step will read.
   auto read = [&](i64 step, int tile, Kept& read) {
     const i64 t = time_of(step), first_row = row_of(t);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int unit = unit_of(i), sequence = sequence_of(tile, i);
-      read.dh[i] = read.c_now[i] = read.before[i] = 0.0f;
-#pragma unroll
-      for (int g = 0; g < KEPT; ++g) read.value[i][g] = 0.0f;
-      if (!is_active(t, tile, i)) continue;
-      const i64 row = first_row + sequence;
-      if (!offsets && step + PREFETCHED + 1 < steps) {
+      if (!has_item(i)) continue;
+      const bool active = is_active(t, tile, i);
+      const int unit = active ? unit_of(i) : 0, sequence = active ? sequence_of(tile, i) : 0;
+      const i64 row = active ? first_row + sequence : 0;
+      if (active && !offsets && step + PREFETCHED + 1 < steps) {
         const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
         if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
         if constexpr (KEPT > 1)
@@ -236,25 +240,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (CELL == LSTM)
           prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
       }
-      if (dy) read.dh[i] = to_float(dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit]);
+      read.dy[i] = *(dy ? dy + (row * DIRECTIONS + direction) * HIDDEN + unit : kept);
       if constexpr (KEPT > 1)
 #pragma unroll
-        for (int g = 0; g < KEPT; ++g)
-          read.value[i][g] = to_float(kept[row * GATE_PITCH + g * HIDDEN + unit]);
+        for (int g = 0; g < KEPT; ++g) read.value[i][g] = kept[row * GATE_PITCH + g * HIDDEN + unit];
       if constexpr (CELL == LSTM) {
         // The row before in time: packed sequences have one only where the step before does.
-        read.c_now[i] = to_float(cells[row * HIDDEN + unit]);
-        const bool first = direction ? t == steps - 1 || (lengths && t + 1 >= lengths[sequence])
-                                     : t == 0;
-        if (first) {
-          read.before[i] = c0 ? to_float(c0[state_base + sequence * HIDDEN + unit]) : 0.0f;
-        } else {
-          const i64 other_row = row_of(direction ? t + 1 : t - 1) + sequence;
-          read.before[i] = to_float(cells[other_row * HIDDEN + unit]);
+        read.c_now[i] = cells[row * HIDDEN + unit];
+        const T* before = cells;
+        if (active && is_first(t, tile, i)) {
+          if (c0) before = c0 + state_base + sequence * HIDDEN + unit;
+        } else if (active) {
+          before += (row_of(direction ? t + 1 : t - 1) + sequence) * HIDDEN + unit;
         }
+        read.before[i] = *before;
       } else {  // GRU: h before the step; RNN: h after it
         const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
-        read.before[i] = to_float(states[(slot * batch + sequence) * WIDTH + unit]);
+        read.before[i] = states[(slot * batch + sequence) * WIDTH + unit];
       }
     }
   };
@@ -274,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         now = coming;
       else
         read(step, tile, now);
-      auto& [value, dh, c_now, before] = now;
+      float gradient[ITEMS][KEPT];
       bool active[ITEMS];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) active[i] = is_active(t, tile, i);
@@ -295,27 +297,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!has_item(i)) continue;
         const int item = item_of(i);
         const float carried = through[tile][i] + (step > 0 ? received(item) : 0.0f);
-        dh[i] += carried;
-        const float(&v)[KEPT] = value[i];
-        float d[KEPT];
+        const float dh = carried + (dy ? to_float(now.dy[i]) : 0.0f);
+        float(&d)[KEPT] = gradient[i];
+        float v[KEPT];
+        if constexpr (KEPT > 1)
+#pragma unroll
+          for (int g = 0; g < KEPT; ++g) v[g] = to_float(now.value[i][g]);
+        float before = to_float(now.before[i]);
         if constexpr (CELL == LSTM) {
-          const float tanh_c = hyperbolic_tangent(c_now[i]);
-          const float dcell = dc[tile][i] + dh[i] * v[3] * (1.0f - tanh_c * tanh_c);
+          if (!c0 && is_first(t, tile, i)) before = 0.0f;
+          const float tanh_c = hyperbolic_tangent(to_float(now.c_now[i]));
+          const float dcell = dc[tile][i] + dh * v[3] * (1.0f - tanh_c * tanh_c);
           d[0] = dcell * v[2] * v[0] * (1.0f - v[0]);
-          d[1] = dcell * before[i] * v[1] * (1.0f - v[1]);
+          d[1] = dcell * before * v[1] * (1.0f - v[1]);
           d[2] = dcell * v[0] * (1.0f - v[2] * v[2]);
-          d[3] = dh[i] * tanh_c * v[3] * (1.0f - v[3]);
+          d[3] = dh * tanh_c * v[3] * (1.0f - v[3]);
           through[tile][i] = 0.0f;
           if (active[i]) dc[tile][i] = dcell * v[1];
         } else if constexpr (CELL == GRU) {
-          d[0] = dh[i] * (1.0f - v[1]) * (1.0f - v[2] * v[2]);
+          d[0] = dh * (1.0f - v[1]) * (1.0f - v[2] * v[2]);
           d[1] = d[0] * v[3] * v[0] * (1.0f - v[0]);
-          d[2] = dh[i] * (before[i] - v[2]) * v[1] * (1.0f - v[1]);
+          d[2] = dh * (before - v[2]) * v[1] * (1.0f - v[1]);
           d[3] = d[0] * v[0];
-          through[tile][i] = dh[i] * v[1];
+          through[tile][i] = dh * v[1];
         } else {
-          d[0] = CELL == RNN_RELU ? (before[i] > 0.0f ? dh[i] : 0.0f)
-                                  : dh[i] * (1.0f - before[i] * before[i]);
+          d[0] = CELL == RNN_RELU ? (before > 0.0f ? dh : 0.0f) : dh * (1.0f - before * before);
           through[tile][i] = 0.0f;
         }
         if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
@@ -329,13 +335,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         };
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
-          const float gradient = d[CELL == GRU ? g + 1 : g];
-          row_of(item % COLUMNS)[g] = from_float<T>(for_products(gradient));
+          const float sent = d[CELL == GRU ? g + 1 : g];
+          row_of(item % COLUMNS)[g] = from_float<T>(for_products(sent));
           if constexpr (PRECISION == SPLIT)
-            row_of(item % COLUMNS + COLUMNS)[g] = from_float<T>(rest_for_products(gradient));
+            row_of(item % COLUMNS + COLUMNS)[g] = from_float<T>(rest_for_products(sent));
         }
-#pragma unroll
-        for (int g = 0; g < KEPT; ++g) value[i][g] = d[g];
       }
       const bool lost = shared.lost[0] != 0;
       __syncthreads();
@@ -401,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const i64 row = first_row + sequence_of(tile, i);
 #pragma unroll
         for (int g = 0; g < KEPT; ++g)
-          dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(value[i][g]);
+          dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(gradient[i][g]);
       }
       if (lost) return;
     }

@@ -210,24 +210,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int sequence = sequence_at(tile, column_of(i));
     return has_item(i) && sequence < batch && unit < HIDDEN && (!lengths || t < lengths[sequence]);
   };
-  // Reads the gates' inputs of a tile's step, and asks for those of a later one.
-  auto read_input = [&](i64 step, int tile, float (&input)[ITEMS]) {
+  // Reads the gates' inputs of a tile's step, and asks for those of a later one. They stay as they lie
+  // in memory, and are anything for cells that are not there: whatever is done with a value waits for
+  // it to come, so nothing is done before the value is needed.
+  auto read_input = [&](i64 step, int tile, T (&input)[ITEMS]) {
     const i64 t = time_of(step);
     T* const step_gates = gates + row_of(t) * GATE_PITCH;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      input[i] = 0.0f;
-      if (is_active(t, tile, i) && (CELL != GRU || gate != 2)) {
-        const T* source = step_gates + sequence_at(tile, column_of(i)) * GATE_PITCH +
-                          (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
-        input[i] = to_float(*source);
-        if (!offsets && step + PREFETCHED < steps)
-          prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
-      }
+      if (!has_item(i)) continue;
+      const bool wanted = is_active(t, tile, i) && (CELL != GRU || gate != 2);
+      const T* source = gates;
+      if (wanted)
+        source = step_gates + sequence_at(tile, column_of(i)) * GATE_PITCH +
+                 (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
+      input[i] = *source;
+      if (wanted && !offsets && step + PREFETCHED < steps)
+        prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
     }
   };
   u32 turn = 0;
-  float coming[ITEMS];  // the next tile's inputs
+  T coming[ITEMS];  // the next tile's inputs
   if (TILES > 1 && steps > 0) {
     ask(inbox, 0, 0);
     read_input(0, 0, coming);
@@ -244,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       ++turn;
 
       // Asked for before the wait, needed after it.
-      float input[ITEMS];
+      T input[ITEMS];
+      float to_keep[ITEMS];
       bool active[ITEMS];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
@@ -307,7 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (PRECISION == SPLIT) parts[w % 4] += source[w * SUMS + 4 * ROW_PITCH];
           }
         }
-        const float sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + (input[i] + bias);
+        const float sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) +
+                          ((CELL == GRU && gate == 2 ? 0.0f : to_float(input[i])) + bias);
         float kept = 0.0f, next = 0.0f, next_c = 0.0f;
         if constexpr (CELL == LSTM) {
           kept = tanh_or_sigmoid(sum, gate == 2);
@@ -338,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           h[tile][i] = to_float(from_float<T>(next));
           c[tile][i] = next_c;
         }
-        input[i] = kept;
+        to_keep[i] = kept;
       }
       publish(tile);
       published = cycles();
@@ -354,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (SAVE && KEPT > 1)  // GRU: lane 2 keeps q in column 3, lane 3 n in column 2
           step_gates[sequence * GATE_PITCH +
                      (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN + unit] =
-              from_float<T>(input[i]);
+              from_float<T>(to_keep[i]);
         if constexpr (SAVE && CELL == LSTM)
           if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c[tile][i]);
       }
