@@ -201,6 +201,7 @@ inline bool __any_sync(u32, bool value) {
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline float tanh_approximate(float x) { return std::tanh(x); }
 inline float __expf(float x) { return std::exp(x); }
+inline float exp2_approximate(float x) { return std::exp2(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
 // common.cuh

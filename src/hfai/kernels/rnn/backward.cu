@@ -35,8 +35,6 @@ constexpr int VECTORS = CELLS / IN_VECTOR;
 constexpr int SENDERS = THREADS / VECTORS;
 constexpr int PARTS = ceil_div(BLOCKS, SENDERS);  // a thread's
 constexpr int AT_ONCE = smaller(PARTS, 8);
-// Steps ahead of their use at which what forward kept is asked for from memory.
-constexpr int PREFETCHED = 0;
 constexpr int SUMMED = 32 / smaller(32, VECTORS);  // senders whose vectors one warp adds up
 constexpr int TILE_WORDS = BLOCKS * BLOCKS * MESSAGE;  // all messages of a tile's step
 // Tiles of 16 rows whose products a warp makes side by side: one product waits for the one before it
@@ -50,8 +48,13 @@ static_assert(UNITS == 8 || UNITS == 16, "half a tile of 16 rows is of one block
 // dgates of one sequence in shared memory, in words: no two quads of a load meet in a bank.
 constexpr int DGATES_PITCH = CHUNKS * 16 + (CHUNKS % 2 == 0 ? 16 : 0);
 
+// Partial sums of one group of senders, four words apart after every 32: threads side by side read those
+// of different units, which lie WIDE words apart.
+__device__ constexpr int place_of_sum(int value) { return value + value / 32 * 4; }
+constexpr int PARTIAL_PITCH = place_of_sum(CELLS);
+
 struct Shared {
-  float partial[PARTIALS][CELLS];
+  float partial[PARTIALS][PARTIAL_PITCH];
   // As many columns as products take; those beyond SENT_COLUMNS are zero.
   u32 dgates[8 * EIGHTS][DGATES_PITCH];
   u32 lost[4];                  // the first: whether a thread has given up waiting
@@ -94,12 +97,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     shared.dgates[i / DGATES_PITCH][i % DGATES_PITCH] = 0;
   if (threadIdx.x == 0) shared.lost[0] = 0;
 
-  // Item i of a tile is the cell of the tile's sequence `column_of(i)` and a unit of this block's.
+  // Item i of a tile is the cell of the tile's sequence `column_of(i)` and a unit of this block's;
+  // threads side by side have units side by side, as they lie in memory.
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
   auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
-  auto local_of = [&](int i) { return item_of(i) / WIDE % UNITS; };
+  auto local_of = [&](int i) { return item_of(i) % UNITS; };
   auto unit_of = [&](int i) { return block * UNITS + local_of(i); };
-  auto column_of = [&](int i) { return item_of(i) / (UNITS * WIDE) * WIDE + item_of(i) % WIDE; };
+  auto column_of = [&](int i) { return item_of(i) / UNITS; };
   auto sequence_of = [&](int tile, int i) {
     return first_sequence + tile * COLUMNS + column_of(i);
   };
@@ -199,14 +203,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (sender % SUMMED == 0)
 #pragma unroll
       for (int i = 0; i < IN_VECTOR; ++i)
-        shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i];
+        shared.partial[sender / SUMMED][place_of_sum(vector * IN_VECTOR) + i] = sum[i];
     if (patience.lost) shared.lost[0] = 1;
     __syncthreads();
   };
-  auto received = [&](int item) {
+  auto received = [&](int i) {
+    const int column = column_of(i);
+    const int place =
+        place_of_sum((column / WIDE * UNITS + local_of(i)) * WIDE + column % WIDE);
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // shorter chains
 #pragma unroll
-    for (int p = 0; p < PARTIALS; ++p) sum[p % 4] += shared.partial[p][item];
+    for (int p = 0; p < PARTIALS; ++p) sum[p % 4] += shared.partial[p][place];
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   };
 
@@ -305,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!has_item(i)) continue;
-        const float carried = through[tile][i] + (step > 0 ? received(item_of(i)) : 0.0f);
+        const float carried = through[tile][i] + (step > 0 ? received(i) : 0.0f);
         dh[i] += carried;
         const float(&of)[KEPT] = slope[i];
         float(&d)[KEPT] = made[i];
@@ -366,6 +373,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
 #pragma unroll
         for (int first = 0; first < M_TILES; first += SIDE_BY_SIDE) {
+          if (first * 16 >= WIDTH - first_to) break;  // the last stretch
           float sum[SIDE_BY_SIDE][4];
 #pragma unroll
           for (int i = 0; i < 4 * SIDE_BY_SIDE; ++i) sum[i / 4][i % 4] = 0.0f;
@@ -429,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int unit = unit_of(i), sequence = sequence_of(tile, i);
       if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
       const i64 state = state_base + sequence * HIDDEN + unit;
-      dh0[state] = from_float<T>(through[tile][i] + received(item_of(i)));
+      dh0[state] = from_float<T>(through[tile][i] + received(i));
       if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[tile][i]);
     }
     __syncthreads();  // the partial sums are read before the next tile's take their place

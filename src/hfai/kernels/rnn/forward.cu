@@ -27,8 +27,6 @@ constexpr int CHUNKS = ceil_div(WIDTH, CHUNK * WARPS);  // a warp's
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 // A round is asked for before the last one is multiplied, where registers are left for it.
 constexpr int BUFFERS = PRECISION == SPLIT ? 1 : smaller(PARTS, 2);
-// Steps ahead of its use at which a gate's input is asked for from memory.
-constexpr int PREFETCHED = 0;
 constexpr int SEQUENCES = TILES * COLUMNS;  // a group's
 constexpr int SENT = SENT_COLUMNS * UNITS;  // by a block, of one tile and step
 // Lanes that share a cell: LSTM and GRU spread its activations over four.

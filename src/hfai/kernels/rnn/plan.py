@@ -149,7 +149,8 @@ class Plan:
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
-        exchanged = 4 * (partials * self.cells + 8 * self.eights * pitch + 4)
+        sums = self.cells + self.cells // 32 * 4
+        exchanged = 4 * (partials * sums + 8 * self.eights * pitch + 4)
         return exchanged + self._fragment_bytes(self.backward_warps) * self.backward_in_shared
 
     @property
