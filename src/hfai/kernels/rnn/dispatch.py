@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 from hfai.kernels.jit import DeviceLimits
@@ -37,6 +38,7 @@ MANY_BLOCKS = 64
 # tile's products and sums for 16 rows, and what backward sends, in bytes a microsecond.
 EXCHANGE = 2.5
 TILE = 0.65
+EIGHT = 0.5  # of a tile's first eight columns, a further one
 SENT_BYTES = 1.7e6
 # Of one fragment for 16 rows that every warp reads from shared memory, by its size and the 128
 # bytes a cycle of a multiprocessor; not measured.
@@ -77,8 +79,8 @@ def choose(
 def _plans(
     cell: Cell, hidden: int, directions: int, batch: int, precision: Precision
 ) -> Iterator[Plan]:
-    columns = 4 if precision is Precision.SPLIT or batch <= 4 else 8
-    for units in UNITS:
+    widest = 4 if precision is Precision.SPLIT or batch <= 4 else 8 if batch <= 8 else 16
+    for units, columns in itertools.product(UNITS, range(widest, 4, -8) or (4,)):
         many = -(-hidden // units) >= MANY_BLOCKS
         for tiles in TILES:
             if tiles > 1 and (tiles // 2) * columns >= batch:
@@ -91,7 +93,7 @@ def _plans(
                         forward_look_after=LOOK_AFTER[forward_warps] if many else 0,
                         # With four columns a message is a line of the cache at most either way,
                         # and lines are what counts: measured to gain nothing there.
-                        short_messages=precision is Precision.HALF and columns == 8,
+                        short_messages=precision is Precision.HALF and columns >= 8,
                     )  # fmt: skip
 
 
@@ -112,7 +114,8 @@ def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:
     groups, waves = plan.groups(batch), _waves(plan, batch, limits)
     sent = 2 * plan.mailbox_floats(groups)  # bytes a step: half of the floats, 4 bytes each
     read = READ_FROM_SHARED * (plan.forward_in_shared + plan.backward_in_shared)
-    return waves * (EXCHANGE + plan.tiles * (TILE * plan.row_tiles + read)) + sent / SENT_BYTES
+    tile = TILE * plan.row_tiles * (1 + EIGHT * (plan.eights - 1)) + read
+    return waves * (EXCHANGE + plan.tiles * tile) + sent / SENT_BYTES
 
 
 def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
@@ -128,6 +131,6 @@ def why_left_to_torch(plan: Plan, batch: int, steps: int, limits: DeviceLimits) 
         return f"cuDNN has a faster kernel for {plan.hidden} hidden units"
     if batch > MOST_SEQUENCES:
         return f"a batch of {batch} was not faster here, or not timed"
-    if _waves(plan, batch, limits) * plan.tiles > MOST_TILES:
+    if _waves(plan, batch, limits) * plan.tiles * plan.eights > MOST_TILES:
         return f"a batch of {batch} is faster as one matrix product a step"
     return None
