@@ -16,6 +16,7 @@ from hfai.kernels.rnn.plan import Cell, Plan, Precision
 
 UNITS = (8, 16)
 TILES = (1, 2, 4, 8)
+WIDEST = 16  # sequences of a tile
 WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
 
 # Measured on an H200 (docs/kernels/rnn.md): below these cuDNN's own small kernels, or its launches
@@ -79,8 +80,7 @@ def choose(
 def _plans(
     cell: Cell, hidden: int, directions: int, batch: int, precision: Precision
 ) -> Iterator[Plan]:
-    widest = 4 if precision is Precision.SPLIT or batch <= 4 else 8 if batch <= 8 else 16
-    for units, columns in itertools.product(UNITS, range(widest, 4, -8) or (4,)):
+    for units, columns in itertools.product(UNITS, _columns(batch, precision)):
         many = -(-hidden // units) >= MANY_BLOCKS
         for tiles in TILES:
             if tiles > 1 and (tiles // 2) * columns >= batch:
@@ -95,6 +95,12 @@ def _plans(
                         # and lines are what counts: measured to gain nothing there.
                         short_messages=precision is Precision.HALF and columns >= 8,
                     )  # fmt: skip
+
+
+def _columns(batch: int, precision: Precision) -> tuple[int, ...]:
+    if precision is Precision.SPLIT or batch <= 4:
+        return (4,)
+    return tuple(columns for columns in (8, 16) if columns <= min(WIDEST, max(8, batch)))
 
 
 def _reads_shared(plan: Plan) -> bool:
