@@ -48,10 +48,16 @@ static_assert(UNITS == 8 || UNITS == 16, "half a tile of 16 rows is of one block
 // dgates of one sequence in shared memory, in words: no two quads of a load meet in a bank.
 constexpr int DGATES_PITCH = CHUNKS * 16 + (CHUNKS % 2 == 0 ? 16 : 0);
 
+// Partial sums of one sender group, four words apart after every 32: threads side by side read those of
+// different units, which lie COLUMNS words apart.
+__device__ constexpr int place_of_sum(int value) { return value + value / 32 * 4; }
+constexpr int PARTIAL_PITCH = place_of_sum(CELLS);
+
 struct Shared {
-  float partial[PARTIALS][CELLS];
+  float partial[PARTIALS][PARTIAL_PITCH];
   u32 dgates[8][DGATES_PITCH];  // as many columns as products take; those beyond SENT_COLUMNS are zero
   u32 lost[4];                  // the first: whether a thread has given up waiting
+  float carried[TILES > 1 ? TILES : 1][2][TILES > 1 ? CELLS : 2];  // with several tiles
 };
 static_assert(sizeof(Shared) % 16 == 0, "the matrix's part begins on a vector");
 extern __shared__ float memory[];  // Shared, and then the matrix's part
@@ -91,24 +97,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     shared.dgates[i / DGATES_PITCH][i % DGATES_PITCH] = 0;
   if (threadIdx.x == 0) shared.lost[0] = 0;
 
-  // Item i of a tile is the cell of the tile's sequence `column_of(i)` and a unit of this block's.
+  // Item i of a tile is the cell of the tile's sequence `column_of(i)` and a unit of this block's;
+  // threads side by side have units side by side, as they lie in memory.
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
   auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
-  auto unit_of = [&](int i) { return block * UNITS + item_of(i) / COLUMNS; };
+  auto local_of = [&](int i) { return item_of(i) % UNITS; };
+  auto column_of = [&](int i) { return item_of(i) / UNITS; };
+  auto unit_of = [&](int i) { return block * UNITS + local_of(i); };
   auto sequence_of = [&](int tile, int i) {
-    return first_sequence + tile * COLUMNS + item_of(i) % COLUMNS;
+    return first_sequence + tile * COLUMNS + column_of(i);
   };
-  // `through` is what of dh passes a step beside the recurrent product.
-  float dc[TILES][ITEMS], through[TILES][ITEMS];
+  // What a cell carries from step to step, with several tiles in shared memory; `through` is what of dh
+  // passes a step beside the recurrent product.
+  float carried[2][ITEMS];
+  auto dc = [&](int tile, int i) -> float& {
+    if constexpr (TILES == 1) return carried[0][i];
+    else return shared.carried[tile][0][item_of(i)];
+  };
+  auto through = [&](int tile, int i) -> float& {
+    if constexpr (TILES == 1) return carried[1][i];
+    else return shared.carried[tile][1][item_of(i)];
+  };
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int unit = unit_of(i), sequence = sequence_of(tile, i);
-      const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
+      if (!has_item(i)) continue;
+      const bool real = sequence < batch && unit < HIDDEN;
       const i64 state = state_base + sequence * HIDDEN + unit;
-      through[tile][i] = real && dhn ? to_float(dhn[state]) : 0.0f;
-      dc[tile][i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
+      through(tile, i) = real && dhn ? to_float(dhn[state]) : 0.0f;
+      dc(tile, i) = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
     }
   __syncthreads();
 
@@ -194,14 +213,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (sender % SUMMED == 0)
 #pragma unroll
       for (int i = 0; i < IN_VECTOR; ++i)
-        shared.partial[sender / SUMMED][vector * IN_VECTOR + i] = sum[i];
+        shared.partial[sender / SUMMED][place_of_sum(vector * IN_VECTOR) + i] = sum[i];
     if (patience.lost) shared.lost[0] = 1;
     __syncthreads();
   };
-  auto received = [&](int item) {
+  auto received = [&](int i) {
+    const int place = place_of_sum(local_of(i) * COLUMNS + column_of(i));
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // shorter chains
 #pragma unroll
-    for (int p = 0; p < PARTIALS; ++p) sum[p % 4] += shared.partial[p][item];
+    for (int p = 0; p < PARTIALS; ++p) sum[p % 4] += shared.partial[p][place];
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   };
 
@@ -276,10 +296,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         now = coming;
       else
         read(step, tile, now);
-      float gradient[ITEMS][KEPT];
+      float gradient[ITEMS][KEPT], dc_now[ITEMS], through_now[ITEMS];
       bool active[ITEMS];
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i) active[i] = is_active(t, tile, i);
+      for (int i = 0; i < ITEMS; ++i) {
+        active[i] = is_active(t, tile, i);
+        if (!has_item(i)) continue;
+        dc_now[i] = dc(tile, i);
+        through_now[i] = through(tile, i);
+      }
 
       if (step > 0) {
         if constexpr (TILES == 1) {
@@ -295,8 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!has_item(i)) continue;
-        const int item = item_of(i);
-        const float carried = through[tile][i] + (step > 0 ? received(item) : 0.0f);
+        const float carried = through_now[i] + (step > 0 ? received(i) : 0.0f);
         const float dh = carried + (dy ? to_float(now.dy[i]) : 0.0f);
         float(&d)[KEPT] = gradient[i];
         float v[KEPT];
@@ -307,38 +331,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (CELL == LSTM) {
           if (!c0 && is_first(t, tile, i)) before = 0.0f;
           const float tanh_c = hyperbolic_tangent(to_float(now.c_now[i]));
-          const float dcell = dc[tile][i] + dh * v[3] * (1.0f - tanh_c * tanh_c);
+          const float dcell = dc_now[i] + dh * v[3] * (1.0f - tanh_c * tanh_c);
           d[0] = dcell * v[2] * v[0] * (1.0f - v[0]);
           d[1] = dcell * before * v[1] * (1.0f - v[1]);
           d[2] = dcell * v[0] * (1.0f - v[2] * v[2]);
           d[3] = dh * tanh_c * v[3] * (1.0f - v[3]);
-          through[tile][i] = 0.0f;
-          if (active[i]) dc[tile][i] = dcell * v[1];
+          through_now[i] = 0.0f;
+          if (active[i]) dc_now[i] = dcell * v[1];
         } else if constexpr (CELL == GRU) {
           d[0] = dh * (1.0f - v[1]) * (1.0f - v[2] * v[2]);
           d[1] = d[0] * v[3] * v[0] * (1.0f - v[0]);
           d[2] = dh * (before - v[2]) * v[1] * (1.0f - v[1]);
           d[3] = d[0] * v[0];
-          through[tile][i] = dh * v[1];
+          through_now[i] = dh * v[1];
         } else {
           d[0] = CELL == RNN_RELU ? (before > 0.0f ? dh : 0.0f) : dh * (1.0f - before * before);
-          through[tile][i] = 0.0f;
+          through_now[i] = 0.0f;
         }
         if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
-          through[tile][i] = carried;
+          through_now[i] = carried;
 #pragma unroll
           for (int g = 0; g < KEPT; ++g) d[g] = 0.0f;
         }
         // For the recurrent product: rows unit * GATES + gate, in the matrix's order of gates.
         auto row_of = [&](int column) {
-          return reinterpret_cast<T*>(shared.dgates[column]) + item / COLUMNS * GATES;
+          return reinterpret_cast<T*>(shared.dgates[column]) + local_of(i) * GATES;
         };
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
           const float sent = d[CELL == GRU ? g + 1 : g];
-          row_of(item % COLUMNS)[g] = from_float<T>(for_products(sent));
+          row_of(column_of(i))[g] = from_float<T>(for_products(sent));
           if constexpr (PRECISION == SPLIT)
-            row_of(item % COLUMNS + COLUMNS)[g] = from_float<T>(rest_for_products(sent));
+            row_of(column_of(i) + COLUMNS)[g] = from_float<T>(rest_for_products(sent));
         }
       }
       const bool lost = shared.lost[0] != 0;
@@ -363,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
 #pragma unroll
       for (int first = 0; first < M_TILES; first += SIDE_BY_SIDE) {
+        if (first * 16 >= WIDTH - first_to) break;  // the last stretch
         float sum[SIDE_BY_SIDE][4];
 #pragma unroll
         for (int i = 0; i < 4 * SIDE_BY_SIDE; ++i) sum[i / 4][i % 4] = 0.0f;
@@ -401,6 +426,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
+        if (!has_item(i)) continue;
+        dc(tile, i) = dc_now[i];
+        through(tile, i) = through_now[i];
         if (!active[i]) continue;
         const i64 row = first_row + sequence_of(tile, i);
 #pragma unroll
@@ -424,8 +452,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int unit = unit_of(i), sequence = sequence_of(tile, i);
       if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
       const i64 state = state_base + sequence * HIDDEN + unit;
-      dh0[state] = from_float<T>(through[tile][i] + received(item_of(i)));
-      if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[tile][i]);
+      dh0[state] = from_float<T>(through(tile, i) + received(i));
+      if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc(tile, i));
     }
     __syncthreads();  // the partial sums are read before the next tile's take their place
   }
