@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfai.kernels.rnn import launch, programs, status
 from hfai.kernels.rnn.launch import Steps
-from hfai.kernels.rnn.plan import MOST_REGISTERS, Cell, Plan, Precision
+from hfai.kernels.rnn.plan import MOST_ESTIMATED, Cell, Plan, Precision
 from hfai.kernels.rnn.programs import Configuration, Program
 from tests.kernels.rnn import by_hand
 from tests.kernels.rnn.emulated import COMPILER, Emulated, emulated
@@ -199,7 +199,7 @@ def test_a_matrix_partly_in_shared_memory(
     cell: Cell, dtype: torch.dtype, precision: Precision, options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setitem(MOST_REGISTERS, 8, 60)  # too few for all of it
+    monkeypatch.setitem(MOST_ESTIMATED, 8, 60)  # too few for all of it
     plan = _plan(cell, 70, precision, **options)
     assert plan.forward_in_shared > 0
     assert plan.backward_in_shared > 0

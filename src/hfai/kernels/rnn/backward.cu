@@ -57,7 +57,8 @@ struct Shared {
   float partial[PARTIALS][PARTIAL_PITCH];
   // As many columns as products take; those beyond SENT_COLUMNS are zero.
   u32 dgates[8 * EIGHTS][DGATES_PITCH];
-  u32 lost[4];                  // the first: whether a thread has given up waiting
+  float carried[TILES > 1 ? TILES : 1][2][TILES > 1 ? CELLS : 2];  // with several tiles
+  u32 lost[4];  // the first: whether a thread has given up waiting
 };
 static_assert(sizeof(Shared) % 16 == 0, "the matrix's part begins on a vector");
 extern __shared__ float memory[];  // Shared, and then the matrix's part
@@ -107,17 +108,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto sequence_of = [&](int tile, int i) {
     return first_sequence + tile * COLUMNS + column_of(i);
   };
-  // `through` is what of dh passes a step beside the recurrent product.
-  float dc[TILES][ITEMS], through[TILES][ITEMS];
+  // What a cell carries from step to step, with several tiles in shared memory; `through` is what of dh
+  // passes a step beside the recurrent product.
+  float carried[2][ITEMS];
+  auto dc = [&](int tile, int i) -> float& {
+    if constexpr (TILES == 1) return carried[0][i];
+    else return shared.carried[tile][0][item_of(i)];
+  };
+  auto through = [&](int tile, int i) -> float& {
+    if constexpr (TILES == 1) return carried[1][i];
+    else return shared.carried[tile][1][item_of(i)];
+  };
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int unit = unit_of(i), sequence = sequence_of(tile, i);
-      const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
+      if (!has_item(i)) continue;
+      const bool real = sequence < batch && unit < HIDDEN;
       const i64 state = state_base + sequence * HIDDEN + unit;
-      through[tile][i] = real && dhn ? to_float(dhn[state]) : 0.0f;
-      dc[tile][i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
+      through(tile, i) = real && dhn ? to_float(dhn[state]) : 0.0f;
+      dc(tile, i) = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
     }
   __syncthreads();
 
@@ -276,9 +287,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       // Each gate's gradient is a multiple of dh or dc. The factors are made while the sums travel.
       bool active[ITEMS];
       float slope[ITEMS][KEPT], dh[ITEMS], to_cell[ITEMS], pass[ITEMS];
+      float dc_now[ITEMS], through_now[ITEMS];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         active[i] = is_active(t, tile, i);
+        if (has_item(i)) {
+          dc_now[i] = dc(tile, i);
+          through_now[i] = through(tile, i);
+        }
         dh[i] = to_float(coming.dh[i]);
         const float before = to_float(coming.before[i]);
         float v[KEPT];
@@ -312,28 +328,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!has_item(i)) continue;
-        const float carried = through[tile][i] + (step > 0 ? received(i) : 0.0f);
+        const float carried = through_now[i] + (step > 0 ? received(i) : 0.0f);
         dh[i] += carried;
         const float(&of)[KEPT] = slope[i];
         float(&d)[KEPT] = made[i];
         if constexpr (CELL == LSTM) {
-          const float dcell = dc[tile][i] + dh[i] * to_cell[i];
+          const float dcell = dc_now[i] + dh[i] * to_cell[i];
 #pragma unroll
           for (int g = 0; g < KEPT; ++g) d[g] = (g < 3 ? dcell : dh[i]) * of[g];
-          through[tile][i] = 0.0f;
-          if (active[i]) dc[tile][i] = dcell * pass[i];
+          through_now[i] = 0.0f;
+          if (active[i]) dc_now[i] = dcell * pass[i];
         } else if constexpr (CELL == GRU) {
           d[0] = dh[i] * of[0];
           d[1] = d[0] * of[1];
           d[2] = dh[i] * of[2];
           d[3] = d[0] * of[3];
-          through[tile][i] = dh[i] * pass[i];
+          through_now[i] = dh[i] * pass[i];
         } else {
           d[0] = CELL == RNN_RELU ? (of[0] > 0.0f ? dh[i] : 0.0f) : dh[i] * of[0];
-          through[tile][i] = 0.0f;
+          through_now[i] = 0.0f;
         }
         if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
-          through[tile][i] = carried;
+          through_now[i] = carried;
 #pragma unroll
           for (int g = 0; g < KEPT; ++g) d[g] = 0.0f;
         }
@@ -413,6 +429,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
+        if (!has_item(i)) continue;
+        dc(tile, i) = dc_now[i];
+        through(tile, i) = through_now[i];
         if (!active[i]) continue;
         const i64 row = first_row + sequence_of(tile, i);
 #pragma unroll
@@ -437,8 +456,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int unit = unit_of(i), sequence = sequence_of(tile, i);
       if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
       const i64 state = state_base + sequence * HIDDEN + unit;
-      dh0[state] = from_float<T>(through[tile][i] + received(i));
-      if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[tile][i]);
+      dh0[state] = from_float<T>(through(tile, i) + received(i));
+      if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc(tile, i));
     }
     __syncthreads();  // the partial sums are read before the next tile's take their place
   }

@@ -29,10 +29,11 @@ MOST_TILES = 4
 MOST_SEQUENCES = 64
 
 # Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
-# being sent: forward waits so many cycles first. With fewer blocks that gains nothing.
-# LSTM 985, batch 4, TF32 on an H200, us a step: 8 warps 1.92 (600 cycles), 16 warps 1.81 (600) and
-# 1.78 (900).
-LOOK_AFTER = {8: 600, 16: 900}
+# being sent: forward waits so many cycles first. With fewer blocks that gains nothing, nor in half
+# precision with four columns, whose words are half as many. LSTM 985, batch 4 on an H200, us a step
+# after 0, 300, 600, 900 cycles: TF32 1.67, 1.65, 1.635, 1.64; bf16 1.29, 1.33, 1.44, 1.46; own
+# precision, after 300, 600, 900: 2.31, 2.26, 2.15.
+LOOK_AFTER = 900
 MANY_BLOCKS = 64
 
 # Microseconds of a step of both passes, fitted to ten plans measured on an H200: the exchanges, a
@@ -69,9 +70,8 @@ def choose(
             _step_time(plan, batch, limits),
             not plan.wide_rest,  # accuracy, where it costs no time
             plan.units if plan.cell.gates > 1 else -plan.units,
-            # Half a warp's share of h comes in one look where the share of 8 warps takes two.
-            -plan.forward_warps if _gains_by_warps(plan) else plan.forward_warps,
-            -plan.backward_warps,
+            plan.forward_warps != _forward_warps(plan),
+            plan.backward_warps != _backward_warps(plan),
         )
 
     return min(fitting, key=cost)
@@ -82,6 +82,7 @@ def _plans(
 ) -> Iterator[Plan]:
     for units, columns in itertools.product(UNITS, _columns(batch, precision)):
         many = -(-hidden // units) >= MANY_BLOCKS
+        small = precision is Precision.HALF and columns == 4
         for tiles in TILES:
             if tiles > 1 and (tiles // 2) * columns >= batch:
                 break  # more tiles than sequences
@@ -90,7 +91,8 @@ def _plans(
                     yield Plan(
                         cell, hidden, directions, precision, units, columns, tiles,
                         forward_warps, backward_warps, wide,
-                        forward_look_after=LOOK_AFTER[forward_warps] if many else 0,
+                        most_at_once=8 if precision is Precision.SPLIT else 4,
+                        forward_look_after=LOOK_AFTER if many and not small else 0,
                         # With four columns a message is a line of the cache at most either way,
                         # and lines are what counts: measured to gain nothing there.
                         short_messages=precision is Precision.HALF and columns >= 8,
@@ -107,13 +109,25 @@ def _reads_shared(plan: Plan) -> bool:
     return plan.forward_in_shared + plan.backward_in_shared > 0
 
 
-def _gains_by_warps(plan: Plan) -> bool:
-    return (
-        plan.cell is Cell.LSTM
-        and plan.precision is Precision.TF32
-        and plan.tiles == 1
-        and plan.blocks >= MANY_BLOCKS
-    )
+def _forward_warps(plan: Plan) -> int:
+    """Return the warps with which a step took less time, where both fit.
+
+    On an H200, us a step, 8 / 16 warps: LSTM 985, batch 4, TF32 1.84 / 1.64, bf16 1.35 / 1.29, own
+    precision 2.15 / 2.26; GRU 1.85 / 1.68; LSTM 1024, fp16, batch 8 1.71 / 1.62, bf16, batch 64
+    8.07 / 7.46; TF32, batch 32 7.02 / 7.57; LSTM 256, both directions, batch 32 1.50 / 1.56.
+    """
+    if plan.precision is Precision.SPLIT or (plan.blocks < MANY_BLOCKS and plan.tiles == 1):
+        return 8
+    return 8 if plan.precision is Precision.TF32 and plan.tiles > 1 else 16
+
+
+def _backward_warps(plan: Plan) -> int:
+    """As `_forward_warps`.
+
+    The same layers: 2.10 / 2.17, 1.96 / 2.01, 2.33 / 2.51, 1.91 / 1.98, 2.30 / 2.40, 8.31 / 7.69,
+    9.90 / 7.12, 2.00 / 2.05.
+    """
+    return 8 if plan.tiles == 1 else 16
 
 
 def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:

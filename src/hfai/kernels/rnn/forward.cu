@@ -40,8 +40,9 @@ static_assert(UNITS % VECTOR == 0, "a lane's vector is of one block");
 static_assert(THREADS % (UNITS * SHARE) == 0, "a thread's items are of one unit and gate");
 
 // Whether a thread has given up waiting, in four words; the sums of every warp,
-// [2][WARPS][8 * EIGHTS][ROW_PITCH], twice, since a warp may be a tile ahead of a thread that still adds up; and
-// the matrix's part.
+// [2][WARPS][8 * EIGHTS][ROW_PITCH], twice, since a warp may be a tile ahead of a thread that still adds
+// up; what each thread carries for each tile, [TILES][2][ITEMS][THREADS], if there are several; and the
+// matrix's part.
 extern __shared__ float memory[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -70,7 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u32& shared_lost = *reinterpret_cast<u32*>(memory);
   float* const sums = memory + 4;
 
-  Matrix<M_TILES, CHUNKS> matrix(sums + 2 * WARPS * SUMS);
+  float* const carried_of_tiles = sums + 2 * WARPS * SUMS + threadIdx.x;
+  Matrix<M_TILES, CHUNKS> matrix(sums + 2 * WARPS * SUMS +
+                                 (TILES > 1 ? TILES * 2 * ITEMS * THREADS : 0));
   matrix.load([&](int row, int k) {
     const int column = warp * CHUNKS * CHUNK + k, unit = block * UNITS + row / GATES;
     if (row >= ROWS || unit >= HIDDEN || column >= HIDDEN) return from_float<T>(0.0f);
@@ -95,8 +98,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       bias += to_float(bias_input[(CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit]);
     if (CELL != GRU || gate != 3) bias += to_float(bias_hidden[gate * HIDDEN + unit]);
   }
-  // What it carries from step to step.
-  float c[TILES][ITEMS], h[TILES][ITEMS];
+  // What it carries from step to step, with several tiles in shared memory.
+  float carried[2][ITEMS];
+  auto h = [&](int tile, int i) -> float& {
+    if constexpr (TILES == 1) return carried[0][i];
+    else return carried_of_tiles[(tile * 2 * ITEMS + i) * THREADS];
+  };
+  auto c = [&](int tile, int i) -> float& {
+    if constexpr (TILES == 1) return carried[1][i];
+    else return carried_of_tiles[((tile * 2 + 1) * ITEMS + i) * THREADS];
+  };
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
@@ -104,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int sequence = sequence_at(tile, column_of(i));
       const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
       const i64 state = (direction * batch + sequence) * HIDDEN + unit;
-      h[tile][i] = real && h0 ? to_float(h0[state]) : 0.0f;
-      c[tile][i] = CELL == LSTM && real && c0 ? to_float(c0[state]) : 0.0f;
+      h(tile, i) = real && h0 ? to_float(h0[state]) : 0.0f;
+      c(tile, i) = CELL == LSTM && real && c0 ? to_float(c0[state]) : 0.0f;
     }
 
   // Slots follow each other in the order of steps: slot 0 of this direction first.
@@ -121,42 +132,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   T* outbox = first_slot + block * SENT + column_of(0) * UNITS + local +
               (sends_rest ? COLUMNS * UNITS : 0);
   // Sends a tile's h, to be in the slot of `outbox`.
-  auto publish = [&](int tile) {
+  auto publish = [&](int tile, const float (&h)[ITEMS]) {
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       u32 whole = 0;
       if constexpr (PRECISION == HALF) {
-        const float next = __shfl_down_sync(0xffffffffu, h[tile][i], SHARE);
-        whole = without_absent(from_float<T>(h[tile][i]), from_float<T>(next));
+        const float next = __shfl_down_sync(0xffffffffu, h[i], SHARE);
+        whole = without_absent(from_float<T>(h[i]), from_float<T>(next));
       } else if constexpr (PRECISION == SPLIT) {
-        whole = without_absent(sends_rest ? rest_for_products(h[tile][i])
-                                          : for_products(h[tile][i]));
+        whole = without_absent(sends_rest ? rest_for_products(h[i])
+                                          : for_products(h[i]));
       } else {
-        whole = without_absent(for_products(h[tile][i]));
+        whole = without_absent(for_products(h[i]));
       }
       const bool real = has_item(i) && sequence_at(tile, column_of(i)) < batch;
       T* const target = outbox + tile * (BLOCKS * SENT) + i * NEXT_ITEM;
       store_shared_by_device_if(sends && real, target, whole);
       if constexpr (PRECISION == SPLIT && SHARE == 1)
         store_shared_by_device_if(real, target + COLUMNS * UNITS,
-                                  without_absent(rest_for_products(h[tile][i])));
+                                  without_absent(rest_for_products(h[i])));
     }
   };
   // Keeps it for backward.
-  auto keep = [&](int tile, i64 slot) {
+  auto keep = [&](int tile, i64 slot, const float (&h)[ITEMS]) {
     if constexpr (SAVE)
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         const int sequence = sequence_at(tile, column_of(i));
         if (has_item(i) && gate == SHARE - 1 && sequence < batch)
-          states[(slot * batch + sequence) * WIDTH + unit] = from_float<T>(h[tile][i]);
+          states[(slot * batch + sequence) * WIDTH + unit] = from_float<T>(h[i]);
       }
   };
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) {
     if (tile >= tiles) break;
-    publish(tile);
-    keep(tile, direction ? steps : 0);
+    float first[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) first[i] = h(tile, i);
+    publish(tile, first);
+    keep(tile, direction ? steps : 0, first);
   }
   outbox += to_next_slot;
   u32 published = cycles();
@@ -244,11 +258,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       ++turn;
 
       T given[ITEMS];
+      float h_now[ITEMS], c_now[ITEMS];
       bool active[ITEMS];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         active[i] = is_active(t, tile, i);
         given[i] = coming[i];
+        h_now[i] = h(tile, i);
+        c_now[i] = c(tile, i);
       }
       // With one tile nothing is on its way yet. Looking too early costs everybody bandwidth, and
       // then another look.
@@ -324,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           const float forget = __shfl_sync(0xffffffffu, kept, base + 1);
           const float candidate = __shfl_sync(0xffffffffu, kept, base + 2);
           const float out = __shfl_sync(0xffffffffu, kept, base + 3);
-          next_c = forget * c[tile][i] + in * candidate;
+          next_c = forget * c_now[i] + in * candidate;
           next = out * hyperbolic_tangent(next_c);
         } else if constexpr (CELL == GRU) {
           const float gated = sigmoid(sum);
@@ -334,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           const float hidden = __shfl_sync(0xffffffffu, sum, base + 2);
           const float from_input = __shfl_sync(0xffffffffu, sum, base + 3);
           const float candidate = hyperbolic_tangent(from_input + reset * hidden);
-          next = (1.0f - update) * candidate + update * h[tile][i];
+          next = (1.0f - update) * candidate + update * h_now[i];
           kept = gate < 2 ? gated : gate == 2 ? hidden : candidate;
         } else {
           next = activation(sum);
@@ -343,28 +360,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // beyond HIDDEN stay zeros: made of an infinite h they would be NaN, which zeros for weights
         // do not keep from the others.
         if (lengths ? active[i] : unit < HIDDEN) {
-          h[tile][i] = to_float(from_float<T>(next));
-          c[tile][i] = next_c;
+          h_now[i] = to_float(from_float<T>(next));
+          c_now[i] = next_c;
         }
         kept_value[i] = kept;
       }
-      publish(tile);
+      publish(tile, h_now);
       published = cycles();
 
-      keep(tile, direction ? t : t + 1);
+#pragma unroll
+      for (int i = 0; i < ITEMS; ++i) {
+        h(tile, i) = h_now[i];
+        c(tile, i) = c_now[i];
+      }
+      keep(tile, direction ? t : t + 1, h_now);
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!active[i]) continue;
         const int sequence = sequence_at(tile, column_of(i));
         const i64 row = first_row + sequence;
         if (gate == 0)
-          y[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit] = from_float<T>(h[tile][i]);
+          y[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit] = from_float<T>(h_now[i]);
         if constexpr (SAVE && KEPT > 1)  // GRU: lane 2 keeps q in column 3, lane 3 n in column 2
           step_gates[sequence * GATE_PITCH +
                      (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN + unit] =
               from_float<T>(kept_value[i]);
         if constexpr (SAVE && CELL == LSTM)
-          if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c[tile][i]);
+          if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c_now[i]);
       }
       if (TILES == 1 && step + 1 < steps) read_input(step + 1, tile, coming);
       if (lost) return;
@@ -380,8 +402,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       const int sequence = sequence_at(tile, column_of(i));
       if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
       const i64 state = (direction * batch + sequence) * HIDDEN + unit;
-      if (gate == 0) hn[state] = from_float<T>(h[tile][i]);
+      if (gate == 0) hn[state] = from_float<T>(h(tile, i));
       if constexpr (CELL == LSTM)
-        if (gate == 1) cn[state] = from_float<T>(c[tile][i]);
+        if (gate == 1) cn[state] = from_float<T>(c(tile, i));
     }
 }
