@@ -278,6 +278,7 @@ template <class V>
 V load_if(bool wanted, const V* source) {
   return wanted ? *source : V{};
 }
+inline void prefetch(const void*) {}
 inline u32 cycles() {
   static u32 count = 0;
   return count += 100;

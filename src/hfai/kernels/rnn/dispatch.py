@@ -36,12 +36,12 @@ MOST_SEQUENCES = 64
 LOOK_AFTER = 900
 MANY_BLOCKS = 64
 
-# Microseconds of a step of both passes, fitted to ten plans measured on an H200: the exchanges, a
+# Microseconds of a step of both passes, fitted to 20 plans measured on an H200: the exchanges, a
 # tile's products and sums for 16 rows, and what backward sends, in bytes a microsecond.
-EXCHANGE = 2.5
-TILE = 0.65
-EIGHT = 0.5  # of a tile's first eight columns, a further one
-SENT_BYTES = 1.7e6
+EXCHANGE = 1.0
+TILE = 0.55
+FURTHER_EIGHT = 0.6  # of a tile's first eight sequences, another eight of the same tile
+SENT_BYTES = 2.2e6
 # Of one fragment for 16 rows that every warp reads from shared memory, by its size and the 128
 # bytes a cycle of a multiprocessor; not measured.
 READ_FROM_SHARED = 0.04
@@ -112,29 +112,30 @@ def _reads_shared(plan: Plan) -> bool:
 def _forward_warps(plan: Plan) -> int:
     """Return the warps with which a step took less time, where both fit.
 
-    On an H200, us a step, 8 / 16 warps: LSTM 985, batch 4, TF32 1.84 / 1.64, bf16 1.35 / 1.29, own
-    precision 2.15 / 2.26; GRU 1.85 / 1.68; LSTM 1024, fp16, batch 8 1.71 / 1.62, bf16, batch 64
-    8.07 / 7.46; TF32, batch 32 7.02 / 7.57; LSTM 256, both directions, batch 32 1.50 / 1.56.
+    On an H200, us a step, 8 / 16 warps: LSTM 985, batch 4, TF32 1.58 / 1.55, bf16 1.32 / 1.26, own
+    precision 2.15 / 2.26; GRU 1.85 / 1.68; LSTM 1024, fp16, batch 8 1.71 / 1.62, bf16, batch 64 in
+    tiles of 16 5.39 / 5.36; GRU 512, TF32, batch 64, 32 blocks, one tile of 16 3.29 / 2.84; LSTM 256,
+    both directions, batch 32, 16 blocks, one tile of 8 1.50 / 1.56.
     """
-    if plan.precision is Precision.SPLIT or (plan.blocks < MANY_BLOCKS and plan.tiles == 1):
+    if plan.precision is Precision.SPLIT or plan.tiles > 1:
         return 8
-    return 8 if plan.precision is Precision.TF32 and plan.tiles > 1 else 16
+    return 16 if plan.blocks >= MANY_BLOCKS or plan.eights > 1 else 8
 
 
 def _backward_warps(plan: Plan) -> int:
     """As `_forward_warps`.
 
-    The same layers: 2.10 / 2.17, 1.96 / 2.01, 2.33 / 2.51, 1.91 / 1.98, 2.30 / 2.40, 8.31 / 7.69,
-    9.90 / 7.12, 2.00 / 2.05.
+    The first four of the same layers: 2.03 / 2.17, 1.87 / 1.91, 2.33 / 2.51, 1.95 / 2.07; the next two
+    2.01 / 2.07, 4.29 / 5.26; LSTM 985, TF32, batch 32, two tiles of 16 6.48 / 7.59.
     """
-    return 8 if plan.tiles == 1 else 16
+    return 8
 
 
 def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:
     groups, waves = plan.groups(batch), _waves(plan, batch, limits)
     sent = 2 * plan.mailbox_floats(groups)  # bytes a step: half of the floats, 4 bytes each
     read = READ_FROM_SHARED * (plan.forward_in_shared + plan.backward_in_shared)
-    tile = TILE * plan.row_tiles * (1 + EIGHT * (plan.eights - 1)) + read
+    tile = TILE * plan.row_tiles * (1 + FURTHER_EIGHT * (plan.eights - 1)) + read
     return waves * (EXCHANGE + plan.tiles * tile) + sent / SENT_BYTES
 
 

@@ -27,11 +27,14 @@ constexpr int CHUNKS = ceil_div(WIDTH, CHUNK * WARPS);  // a warp's
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 // A round is asked for before the last one is multiplied, where registers are left for it.
 constexpr int BUFFERS = PRECISION == SPLIT ? 1 : smaller(PARTS, 2);
+// Steps ahead of its use at which a gate's input is asked for from memory.
+constexpr int PREFETCHED = 2;
 constexpr int SEQUENCES = TILES * COLUMNS;  // a group's
 constexpr int SENT = SENT_COLUMNS * UNITS;  // by a block, of one tile and step
 // Lanes that share a cell: LSTM and GRU spread its activations over four.
 constexpr int SHARE = GATES == 1 ? 1 : 4;
 constexpr int ITEMS = ceil_div(COLUMNS * UNITS * SHARE, THREADS);  // a thread's, of one tile
+constexpr int COLUMN_STEP = THREADS / (SHARE * UNITS);  // from one item of a thread to its next
 // Rows of a column of sums, padded so that a fragment's stores meet no bank twice.
 constexpr int ROW_PITCH = 16 * M_TILES + 4;
 constexpr int SUMS = 8 * EIGHTS * ROW_PITCH;  // of one warp
@@ -84,9 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // sequence `column_of(i)`.
   const int gate = threadIdx.x % SHARE, local = threadIdx.x / SHARE % UNITS;
   const int unit = block * UNITS + local;
-  auto column_of = [&](int i) {
-    return static_cast<int>(threadIdx.x + i * THREADS) / (SHARE * UNITS);
-  };
+  const int first_column = threadIdx.x / (SHARE * UNITS);
+  auto column_of = [&](int i) { return first_column + i * COLUMN_STEP; };
   auto has_item = [&](int i) {
     return COLUMNS * UNITS * SHARE % THREADS == 0 || column_of(i) < COLUMNS;
   };
@@ -126,7 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       exchange + (direction ? steps * slot_elements : 0) + static_cast<i64>(first_tile) * BLOCKS * SENT;
   // A thread's place among what this block sends: a cell's lanes all have its h, one stores it and,
   // for SPLIT, another the rest.
-  constexpr int NEXT_ITEM = THREADS / (SHARE * UNITS) * UNITS;  // columns further on
   const bool sends_rest = PRECISION == SPLIT && SHARE > 1 && gate == SHARE - 1;
   const bool sends = sends_rest || (gate == 0 && (PRECISION != HALF || local % 2 == 0));
   T* outbox = first_slot + block * SENT + column_of(0) * UNITS + local +
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         whole = without_absent(for_products(h[i]));
       }
       const bool real = has_item(i) && sequence_at(tile, column_of(i)) < batch;
-      T* const target = outbox + tile * (BLOCKS * SENT) + i * NEXT_ITEM;
+      T* const target = outbox + tile * (BLOCKS * SENT) + i * COLUMN_STEP * UNITS;
       store_shared_by_device_if(sends && real, target, whole);
       if constexpr (PRECISION == SPLIT && SHARE == 1)
         store_shared_by_device_if(real, target + COLUMNS * UNITS,
@@ -155,13 +156,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   };
   // Keeps it for backward.
   auto keep = [&](int tile, i64 slot, const float (&h)[ITEMS]) {
-    if constexpr (SAVE)
+    if constexpr (SAVE) {
+      if (gate != SHARE - 1) return;
+      T* const target = states + (slot * batch + sequence_at(tile, first_column)) * WIDTH + unit;
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i) {
-        const int sequence = sequence_at(tile, column_of(i));
-        if (has_item(i) && gate == SHARE - 1 && sequence < batch)
-          states[(slot * batch + sequence) * WIDTH + unit] = from_float<T>(h[i]);
-      }
+      for (int i = 0; i < ITEMS; ++i)
+        if (has_item(i) && sequence_at(tile, column_of(i)) < batch)
+          target[i * COLUMN_STEP * WIDTH] = from_float<T>(h[i]);
+    }
   };
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile) {
@@ -231,26 +233,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int sequence = sequence_at(tile, column_of(i));
     return has_item(i) && sequence < batch && unit < HIDDEN && (!lengths || t < lengths[sequence]);
   };
-  // Asks for the gates' inputs of a tile's step; nothing waits for them before they are used.
+  // Reads the gates' inputs of a tile's step, and asks for those of a later one. They stay as they lie
+  // in memory, and are anything for cells that are not there: whatever is done with a value waits for
+  // it to come, so nothing is done before the value is needed.
+  const int input_column = (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
   auto read_input = [&](i64 step, int tile, T (&input)[ITEMS]) {
+    if (!has_item(0)) return;  // whole warps
     const i64 t = time_of(step);
-    T* const step_gates = gates + row_of(t) * GATE_PITCH;
+    const T* const first = gates + (row_of(t) + sequence_at(tile, first_column)) * GATE_PITCH +
+                           input_column;
+    const bool ask_later = !offsets && step + PREFETCHED < steps;
+    const i64 later = (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const T* source = step_gates + sequence_at(tile, column_of(i)) * GATE_PITCH +
-                        (CELL == GRU && gate == 3 ? 2 : gate) * HIDDEN + unit;
-      input[i] = load_if(is_active(t, tile, i) && (CELL != GRU || gate != 2), source);
+      const bool wanted = is_active(t, tile, i) && (CELL != GRU || gate != 2);
+      const T* const source = wanted ? first + i * COLUMN_STEP * GATE_PITCH : gates;
+      input[i] = *source;
+      if (wanted && ask_later) prefetch(source + later);
     }
   };
   u32 turn = 0;
-  T coming[ITEMS];  // the next tile's inputs, or the next step's
+  T coming[ITEMS];  // the next tile's inputs
   if (TILES > 1 && steps > 0) ask(inbox, 0, 0);
-  if (steps > 0) read_input(0, 0, coming);
+  if (TILES > 1 && steps > 0) read_input(0, 0, coming);
 
   for (i64 step = 0; step < steps; ++step) {
     const i64 t = time_of(step);
     const i64 first_row = row_of(t);
-    T* const step_gates = gates + first_row * GATE_PITCH;
 #pragma unroll 1  // code of one tile stays in the instruction cache
     for (int tile = 0; tile < TILES; ++tile) {
       if (tile >= tiles) break;
@@ -263,10 +272,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         active[i] = is_active(t, tile, i);
-        given[i] = coming[i];
+        if (TILES > 1) given[i] = coming[i];
         h_now[i] = h(tile, i);
         c_now[i] = c(tile, i);
       }
+      if (TILES == 1) read_input(step, tile, given);
       // With one tile nothing is on its way yet. Looking too early costs everybody bandwidth, and
       // then another look.
       if constexpr (TILES == 1) {
@@ -332,7 +342,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (PRECISION == SPLIT) parts[w % 4] += source[w * SUMS + 4 * ROW_PITCH];
           }
         }
-        const float sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) + (to_float(given[i]) + bias);
+        const float sum = ((parts[0] + parts[1]) + (parts[2] + parts[3])) +
+                          ((CELL == GRU && gate == 2 ? 0.0f : to_float(given[i])) + bias);
         float kept = 0.0f, next = 0.0f, next_c = 0.0f;
         if constexpr (CELL == LSTM) {
           kept = tanh_or_sigmoid(sum, gate == 2);
@@ -374,21 +385,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         c(tile, i) = c_now[i];
       }
       keep(tile, direction ? t : t + 1, h_now);
+      const i64 row = first_row + sequence_at(tile, first_column);
+      T* const y_row = y + (row * DIRECTIONS + direction) * HIDDEN + unit;
+      // GRU: lane 2 keeps q in column 3, lane 3 n in column 2.
+      T* const kept_row =
+          gates + row * GATE_PITCH + (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN + unit;
+      T* const cells_row = cells + row * HIDDEN + unit;
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!active[i]) continue;
-        const int sequence = sequence_at(tile, column_of(i));
-        const i64 row = first_row + sequence;
-        if (gate == 0)
-          y[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit] = from_float<T>(h_now[i]);
-        if constexpr (SAVE && KEPT > 1)  // GRU: lane 2 keeps q in column 3, lane 3 n in column 2
-          step_gates[sequence * GATE_PITCH +
-                     (CELL == GRU && gate >= 2 ? 5 - gate : gate) * HIDDEN + unit] =
-              from_float<T>(kept_value[i]);
+        const int further = i * COLUMN_STEP;
+        if (gate == 0) y_row[further * DIRECTIONS * HIDDEN] = from_float<T>(h_now[i]);
+        if constexpr (SAVE && KEPT > 1)
+          kept_row[further * GATE_PITCH] = from_float<T>(kept_value[i]);
         if constexpr (SAVE && CELL == LSTM)
-          if (gate == 1) cells[row * HIDDEN + unit] = from_float<T>(c_now[i]);
+          if (gate == 1) cells_row[further * HIDDEN] = from_float<T>(c_now[i]);
       }
-      if (TILES == 1 && step + 1 < steps) read_input(step + 1, tile, coming);
       if (lost) return;
     }
     inbox += to_next_slot;
