@@ -25,8 +25,8 @@ WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
 # a step, take less time than ours; beyond the last its matrix products are well filled.
 FEWEST_STEPS = 32
 FEWEST_UNITS = {Cell.LSTM: 129, Cell.GRU: 193, Cell.RNN_TANH: 385, Cell.RNN_RELU: 385}
-# cuDNN has no such kernels for bf16: with 32 to 384 units, 200 steps, batches of 4 and 32 forward and
-# backward took a tenth to a seventh of torch's time.
+# cuDNN has no such kernels for bf16: with 32 to 384 units, 200 steps and batches of 4 and 32, forward
+# and backward took a tenth to a seventh of torch's time.
 FEWEST_UNITS_IN_BF16 = 1
 MOST_TILES = 4
 # The largest batch that was timed in TF32 and half precision. In fp32's own precision LSTM 200 and
@@ -119,8 +119,8 @@ def _forward_warps(plan: Plan) -> int:
 
     On an H200, us a step, 8 / 16 warps: LSTM 985, batch 4, TF32 1.58 / 1.55, bf16 1.32 / 1.26, own
     precision 2.15 / 2.26; GRU 1.85 / 1.68; LSTM 1024, fp16, batch 8 1.71 / 1.62, bf16, batch 64 in
-    tiles of 16 5.39 / 5.36; GRU 512, TF32, batch 64, 32 blocks, one tile of 16 3.29 / 2.84; LSTM 256,
-    both directions, batch 32, 16 blocks, one tile of 8 1.50 / 1.56.
+    tiles of 16 5.39 / 5.36; GRU 512, TF32, batch 64, 32 blocks, one tile of 16 3.29 / 2.84;
+    LSTM 256, both directions, batch 32, 16 blocks, one tile of 8 1.50 / 1.56.
     """
     if plan.precision is Precision.SPLIT or plan.tiles > 1:
         return 8
@@ -130,8 +130,8 @@ def _forward_warps(plan: Plan) -> int:
 def _backward_warps(plan: Plan) -> int:
     """As `_forward_warps`.
 
-    The first four of the same layers: 2.03 / 2.17, 1.87 / 1.91, 2.33 / 2.51, 1.95 / 2.07; the next two
-    2.01 / 2.07, 4.29 / 5.26; LSTM 985, TF32, batch 32, two tiles of 16 6.48 / 7.59.
+    The first four of the same layers: 2.03 / 2.17, 1.87 / 1.91, 2.33 / 2.51, 1.95 / 2.07; the next
+    two 2.01 / 2.07, 4.29 / 5.26; LSTM 985, TF32, batch 32, two tiles of 16 6.48 / 7.59.
     """
     return 8
 
