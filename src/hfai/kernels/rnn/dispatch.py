@@ -25,8 +25,8 @@ WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
 # a step, take less time than ours; beyond the last its matrix products are well filled.
 FEWEST_STEPS = 32
 FEWEST_UNITS = {Cell.LSTM: 129, Cell.GRU: 193, Cell.RNN_TANH: 385, Cell.RNN_RELU: 385}
-# cuDNN has no such kernels for bf16: with 32 to 384 units, 200 steps and batches of 4 and 32, forward
-# and backward took a tenth to a seventh of torch's time.
+# cuDNN has no such kernels for bf16: with 32 to 384 units, 200 steps and batches of 4 and 32,
+# forward and backward took a tenth to a seventh of torch's time.
 FEWEST_UNITS_IN_BF16 = 1
 MOST_TILES = 4
 # The largest batch that was timed in TF32 and half precision. In fp32's own precision LSTM 200 and
