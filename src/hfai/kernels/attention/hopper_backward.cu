@@ -184,9 +184,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   if constexpr (SCALED) {
     constexpr int WARPS = THREADS / 32;
     float* const largest = reinterpret_cast<float*>(dscores);  // which nothing is in yet
-    prefetch_rows<THREADS>(v, v_row, keys);
-    prefetch_rows<THREADS>(q, q_row, rows);
-    if (READS_OUT) prefetch_rows<THREADS>(out, out_row, rows);
     HeldRows<KEYS, THREADS> some_keys, some_values;
     HeldRows<ROWS, THREADS> some_dout, some_rows, some_out;
     some_dout.load(dout, dout_row, rows);

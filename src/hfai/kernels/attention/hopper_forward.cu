@@ -40,8 +40,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   float score_factor = factor, value_back = 1.0f;
   if constexpr (SCALED) {
     float* const largest = key_added + KEYS;
-    prefetch_rows<THREADS>(k, k_row, keys);
-    prefetch_rows<THREADS>(v, v_row, keys);
     const float query_back =
         bring_rows<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, largest);
     const float key_back =
