@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.cuda import current_device
-from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hfai.kernels import attention
@@ -19,6 +18,7 @@ from hfai.kernels.attention import Masking
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.mha import dispatch, masks
 from hfai.kernels.mha.autograd import apply_attend
+from hfai.kernels.mha.linear import linear
 from hfai.kernels.mha.projections import Layout, project
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -170,7 +170,7 @@ def _batched(
     rows, weights = attend_products(
         products, layout, masking, need_weights=options.need_weights, dropout=dropout
     )
-    y = F.linear(rows, module.out_proj.weight, module.out_proj.bias)
+    y = linear(rows, module.out_proj.weight, module.out_proj.bias)
     if weights is not None and q.is_cuda and torch.is_autocast_enabled("cuda"):
         weights = weights.float()  # as softmax is under autocast there
     return y.transpose(0, 1) if swapped else y, weights
