@@ -213,7 +213,7 @@ def curves(workload: Workload, device: torch.device, steps: int) -> dict[str, An
         figures[way] = torch.stack(losses).tolist()
         del trained, model
         _free(device)
-    return ways.as_case(f"{workload.name} loss by step", "nats", figures, None)
+    return ways.as_case(f"{workload.name} loss", "nats", figures, None, by="step")
 
 
 def source_batches(shape: torch.Size, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
@@ -255,7 +255,7 @@ def _free(device: torch.device) -> None:
 @click.option("--compiled/--no-compiled", default=True, show_default=True)
 @click.option("--curve", type=click.IntRange(0), default=0, help="Steps of the loss curves.")
 @click.option("--time-budget", type=float, metavar="SECONDS", help="Begin no case after this long.")
-@click.option("--commit", help="Recorded as the commit where this is no git checkout.")
+@click.option("--commit", help="Recorded as the commit.  [default: the checked-out one]")
 @click.option("--out", type=click.Path(path_type=Path), help="The result file, or - for none.")
 def main(
     models: Sequence[str],
@@ -275,7 +275,7 @@ def main(
     absent: dict[str, str] = {}
     made = ways.document("models.py", "Training steps", sys.argv[1:], ("timm",), absent)
     made |= {"machine": machine.describe(device), "versions": machine.versions(device)}
-    made["commit"] = made["commit"] or commit
+    made["commit"] = commit or made["commit"]
     made["absent"] = absent
     if out is None:
         out = machine.ROOT / "benchmarks" / "results" / made["machine"]["slug"] / "models.json"

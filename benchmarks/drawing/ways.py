@@ -12,13 +12,17 @@ from typing import Any
 from benchmarks.drawing.plots import DIGEST_KEY, STYLES
 from benchmarks.drawing.results import Result
 
-OURS = "ffrecord"
+OURS = ("ffrecord", "hfai", "hfreduce")
+LAST = 50  # figures of a curve that are compared apart
 
 
 def table(result: Result) -> str:
     """Return one table a case: medians, and ratios round by round to the baseline."""
     parts = []
     for case in result.measured:
+        if "by" in case:
+            parts.append(_curves(case))
+            continue
         baseline = case["baseline"]
         last = f"to {baseline}, round by round" if baseline else "lowest to highest"
         lines = [
@@ -33,10 +37,32 @@ def table(result: Result) -> str:
     absent = [f"{way}: {reason}" for way, reason in result.data["absent"].items()]
     if absent:
         parts.append("Not measured: " + "; ".join(absent) + ".")
-    rounds = {len(row["rounds"]) for case in result.measured for row in case["rows"]}
+    rounds = {
+        len(row["rounds"]) for case in result.measured for row in case["rows"] if "by" not in case
+    }
     shown = "Medians of " + " or ".join(str(count) for count in sorted(rounds)) + " rounds, in turn"
     parts.append(f"{shown}; ratio: median, lowest and highest. {result.provenance()}")
     return "\n\n".join(parts)
+
+
+def _curves(case: Mapping[str, Any]) -> str:
+    """Return a curve's table: where each way ends, and its mean distance from the first way."""
+    first, by = case["rows"][0], case["by"]
+    heads = (
+        f"{case['name']}, {case['unit']}",
+        f"last {by}",
+        f"mean of the last {LAST} {by}s",
+        f"mean distance from {first['way']}, all {by}s",
+        f"last {LAST}",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|---|--:|--:|--:|--:|"]
+    for row in case["rows"]:
+        figures = row["rounds"]
+        distances = [abs(a - b) for a, b in zip(figures, first["rounds"], strict=True)]
+        means = [statistics.mean(part) for part in (figures[-LAST:], distances, distances[-LAST:])]
+        cells = [f"{figures[-1]:.4f}", f"{means[0]:.4f}", *(f"{mean:.4f}" for mean in means[1:])]
+        lines.append(f"| {row['way']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def digest(result: Result) -> str:
@@ -81,6 +107,15 @@ def _ratios(row: Mapping[str, Any]) -> str:
 
 
 def _panel(axis: Any, case: Mapping[str, Any]) -> None:
+    if "by" in case:
+        for row in case["rows"]:
+            line = "-" if row["way"].startswith(OURS) else ":"
+            axis.plot(row["rounds"], line, linewidth=1.2, label=row["way"])
+        axis.set_title(f"{case['name']}: {case['unit']} by {case['by']}", fontsize=8)
+        axis.legend(fontsize=7)
+        axis.tick_params(labelsize=7)
+        axis.grid(True, alpha=0.3)
+        return
     rows = list(reversed(case["rows"]))
     for place, row in enumerate(rows):
         style = STYLES["hfai" if row["way"].startswith(OURS) else "torch"]

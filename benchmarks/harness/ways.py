@@ -5,7 +5,8 @@
      "cases": [{"name", "unit", "baseline", "lower_is_better", "skipped": "",
                 "rows": [{"way", "rounds": […], "median", "ratios": […]}]}]}
 
-Where there is no baseline there are no ratios.
+Where there is no baseline there are no ratios. A case with "by": "step" is a curve: its "rounds"
+are one figure a step.
 
 A ratio is taken within a round, over the baseline's figure of that round, because a machine's speed
 changes from minute to minute.
@@ -67,11 +68,12 @@ def as_case(
     baseline: str | None,
     *,
     lower_is_better: bool = False,
+    by: str = "",
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
     """Return a case as the result file holds it, from each way's figures by round.
 
-    Arguments are as for `in_turn`.
+    Arguments are as for `in_turn`; `by` names what the figures run over if it is not rounds.
     """
     rows = []
     say(f"{name}, {unit}")
@@ -94,6 +96,7 @@ def as_case(
         "baseline": baseline,
         "lower_is_better": lower_is_better,
         "skipped": "",
+        **({"by": by} if by else {}),
         "rows": rows,
     }
 

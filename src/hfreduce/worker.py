@@ -57,7 +57,7 @@ class Worker:
                 finally:
                     self._inside = False
                 return
-            future = self._queue(job)
+            future = self._queue(job, Future())
         try:
             future.result()
         except BaseException:
@@ -65,17 +65,24 @@ class Worker:
                 self._interrupt()
             raise
 
-    def submit(self, job: Job) -> Future[None]:
+    def submit(self, job: Job, future: Future[None] | None = None) -> Future[None]:
         """Run a job after those before it, and return at once.
 
         In a callback, which runs in the worker's own thread, it returns when the job is done.
+
+        Args:
+            job: What is run.
+            future: That hears how it ended; None: a new one.
+
+        Returns:
+            The future.
         """
+        future = Future() if future is None else future
         if self._serving == threading.get_ident():
-            future: Future[None] = Future()
             _tell(future, self._run_within(job))
             return future
         with self._lock:
-            return self._queue(job)
+            return self._queue(job, future)
 
     def close(self) -> None:
         """Let the thread end after the jobs that it has, and return when none is running."""
@@ -88,8 +95,7 @@ class Worker:
         with self._lock:  # until a call in another thread's own hands has returned
             pass
 
-    def _queue(self, job: Job) -> Future[None]:
-        future: Future[None] = Future()
+    def _queue(self, job: Job, future: Future[None]) -> Future[None]:
         if self._closed:  # the job says what it makes of that
             _tell(future, _problem_of(job))
             return future

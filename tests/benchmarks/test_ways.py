@@ -48,6 +48,10 @@ def test_ratios_are_taken_within_a_round() -> None:
 def test_a_table_and_a_plot_come_from_the_result_file(tmp_path: Path) -> None:
     made = ways.document("images.py", "Loading", ["--rounds", "3"], ["numpy"], {"MDS": "not there"})
     made["cases"].append(case())
+    curve = {"torch": [4.0, 2.0], "hfai": [4.5, 2.0]}
+    made["cases"].append(
+        ways.as_case("loss", "nats", curve, None, by="step", say=lambda line: None)
+    )
     made["complete"] = True
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "images.json").write_text(json.dumps(made))
@@ -61,6 +65,7 @@ def test_a_table_and_a_plot_come_from_the_result_file(tmp_path: Path) -> None:
     assert len(update(tmp_path, tmp_path / "results", write=True)) == 2
     text = page.read_text()
     assert "| **ffrecord** | **30** | 2.73 (2.5 to 3) |" in text
+    assert "| hfai | 2.0000 | 3.2500 | 0.2500 | 0.2500 |" in text
     assert "Not measured: MDS: not there." in text
     assert "`python benchmarks/images.py --rounds 3`" in text
     assert "![Loading](figures/images.png)" in text

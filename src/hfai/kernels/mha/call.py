@@ -145,6 +145,10 @@ def _batched(
     dtype = product_type(q)
     if dispatch.why_torchs(queries, keys, dtype, by_torchs_node=by_torchs_node):
         return None
+    if q.is_cuda and dispatch.why_not_precision(
+        dtype, q.numel() // module.embed_dim, module.embed_dim, q.get_device()
+    ):
+        return None
     if dispatch.why_not_head(module.head_dim, dtype) is not None:  # under autocast
         return None
     if masked and masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:

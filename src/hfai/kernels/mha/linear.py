@@ -1,5 +1,7 @@
 """The module's linear maps: `F.linear`, whose gradients in TF32 are made of faster products.
 
+Without TF32 they are those of `kernels.products`.
+
 cuBLAS multiplies in TF32 at full rate only where both operands' rows lie along the summed
 dimension, as Hopper's instructions want them. Forward's do; backward's do not. So, for large
 products on Hopper with TF32 allowed,
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from hfai.kernels import jit
+from hfai.kernels import jit, products
 from hfai.kernels.attention.precision import allows_tf32
 from hfai.kernels.coverage import is_dense, why_not_plain, why_watched
 
@@ -46,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: [n] or None.
     """
     if torch.compiler.is_compiling() or why_torchs(x, weight, bias) is not None:
-        return F.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
     return apply_linear(x, weight, bias)
 
 
@@ -83,8 +85,9 @@ class Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply as torch does and keep both operands."""
-        ctx.save_for_backward(x, weight)
+        """Multiply as torch does, and keep of the operands what the gradients are made of."""
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.set_materialize_grads(False)
         return F.linear(x, weight, bias)
 
@@ -95,7 +98,7 @@ class Linear(Function):
             return None, None, None
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows, inputs = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        rows = dy.reshape(-1, dy.shape[-1])
         plain = (
             not torch.is_grad_enabled()
             and why_watched() is None
@@ -107,8 +110,9 @@ class Linear(Function):
             dx = dweight = None
             if needs_x:
                 by = weight.t().contiguous().t() if plain else weight
-                dx = torch.mm(rows, by).view(x.shape)
+                dx = torch.mm(rows, by).view(*dy.shape[:-1], -1)
             if needs_weight:
+                inputs = x.reshape(-1, x.shape[-1])
                 if plain and halves_pay(rows.shape[0], rows.shape[1], inputs.shape[1]):
                     dweight = multiply_halves(rows, inputs)
                 else:
