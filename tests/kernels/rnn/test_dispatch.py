@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hfai.kernels.jit import DeviceLimits
 from hfai.kernels.rnn import dispatch
-from hfai.kernels.rnn.plan import MOST_REGISTERS, Cell, Plan, Precision
+from hfai.kernels.rnn.plan import MOST_ESTIMATED, Cell, Plan, Precision
 from tests.kernels.compiled import DEVICES
 
 HOPPER = DEVICES["sm_90"]
@@ -36,8 +37,8 @@ def test_every_chosen_plan_fits_its_device_and_covers_the_layer(
     assert plan.blocks <= limits.multiprocessors
     assert plan.width >= hidden
     assert plan.groups(batch) * plan.sequences >= directions * batch
-    assert plan.forward_registers <= MOST_REGISTERS[plan.forward_warps]
-    assert plan.backward_registers <= MOST_REGISTERS[plan.backward_warps]
+    assert plan.forward_registers <= MOST_ESTIMATED[plan.forward_warps]
+    assert plan.backward_registers <= MOST_ESTIMATED[plan.backward_warps]
     assert plan.forward_shared_bytes < limits.shared_bytes_per_block
     assert plan.backward_shared_bytes < limits.shared_bytes_per_block
     # What the sources assert of their constants.
@@ -51,7 +52,7 @@ def test_the_reference_layer_stays_on_a_hopper_gpu(precision: Precision) -> None
     for cell in Cell:
         plan = dispatch.choose(cell, 985, 1, 4, precision, HOPPER)
         assert plan is not None
-        reason = dispatch.why_left_to_torch(plan, 4, 1000, HOPPER)
+        reason = dispatch.why_left_to_torch(plan, torch.float32, 4, 1000, HOPPER)
         assert reason is None
 
 
@@ -79,7 +80,7 @@ def test_what_has_no_registers_stays_in_shared_memory() -> None:
 def _why(hidden: int, batch: int, steps: int) -> str:
     plan: Plan | None = dispatch.choose(Cell.LSTM, hidden, 1, batch, Precision.TF32, HOPPER)
     assert plan is not None
-    reason = dispatch.why_left_to_torch(plan, batch, steps, HOPPER)
+    reason = dispatch.why_left_to_torch(plan, torch.float32, batch, steps, HOPPER)
     assert reason is not None
     return reason
 
@@ -98,11 +99,24 @@ def test_what_is_left_to_torch_is_said_in_words() -> None:
     assert "batch of 512" in _why(985, 512, 1000)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ours"), [(torch.float32, False), (torch.float16, False), (torch.bfloat16, True)]
+)
+def test_small_layers_are_ours_where_cudnn_has_no_kernel_for_them(
+    dtype: torch.dtype, ours: bool
+) -> None:
+    precision = Precision.TF32 if dtype is torch.float32 else Precision.HALF
+    for cell in (Cell.LSTM, Cell.GRU, Cell.RNN_TANH):
+        plan = dispatch.choose(cell, 64, 1, 4, precision, HOPPER)
+        assert plan is not None
+        assert (dispatch.why_left_to_torch(plan, dtype, 4, 200, HOPPER) is None) == ours
+
+
 @pytest.mark.parametrize(("batch", "ours"), [(64, True), (65, False)])
 def test_no_batch_is_ours_that_was_not_timed(batch: int, ours: bool) -> None:
     for precision in Precision:
         plan = dispatch.choose(Cell.LSTM, 256, 1, batch, precision, HOPPER)
         assert plan is not None
-        reason = dispatch.why_left_to_torch(plan, batch, 200, HOPPER)
+        reason = dispatch.why_left_to_torch(plan, torch.float32, batch, 200, HOPPER)
         assert (reason is None) == ours
         assert ours or "batch of 65" in str(reason)
