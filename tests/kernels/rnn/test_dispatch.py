@@ -92,6 +92,16 @@ def test_messages_are_short_where_that_saves_lines(batch: int, short: bool) -> N
         assert plan.short_messages == (short and precision is Precision.HALF)
 
 
+def test_many_sequences_share_barriers_where_groups_of_blocks_would_not_fit() -> None:
+    plan = dispatch.choose(Cell.LSTM, 1024, 1, 64, Precision.HALF, HOPPER)
+    assert plan is not None
+    assert (plan.columns, plan.tiles) == (16, 2)
+    assert plan.groups(64) * plan.blocks <= HOPPER.multiprocessors
+    few = dispatch.choose(Cell.LSTM, 256, 2, 32, Precision.TF32, HOPPER)  # room for groups of 8
+    assert few is not None
+    assert (few.columns, few.tiles) == (8, 1)
+
+
 def test_what_is_left_to_torch_is_said_in_words() -> None:
     assert "8 steps" in _why(985, 4, 8)
     assert "64 hidden units" in _why(64, 4, 1000)

@@ -13,8 +13,8 @@
 // Memory, beyond what forward.cu names:
 //   kept      [D][N][GATE_PITCH]  what forward left in `gates`
 //   dgates    [D][N][GATE_PITCH]  LSTM di, df, dg, do; GRU dn, dr, dz, dq; RNN dh (1 - h^2)
-//   mailbox   [2][groups][TILES][BLOCKS to][BLOCKS from][UNITS][COLUMNS]  partial sums, starts as
-//             zeros; fp32, or with SHORT_MESSAGES in T
+//   mailbox   [2][groups][TILES][BLOCKS to][BLOCKS from][COLUMNS by WIDE][UNITS][WIDE]  partial
+//             sums, starts as zeros; fp32, or with SHORT_MESSAGES in T
 //   dy        [N][D * HIDDEN], dhn, dcn, dh0, dc0 [D][B][HIDDEN]; dy, dhn, dcn may be null
 
 constexpr int THREADS = 32 * WARPS;

@@ -18,6 +18,11 @@ UNITS = (8, 16)
 TILES = (1, 2, 4, 8)
 WIDEST = 16  # sequences of a tile
 WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
+# With which backward took less time, where both fit. On an H200, us a step, 8 / 16 warps: LSTM 985,
+# batch 4, TF32 2.03 / 2.17, bf16 1.87 / 1.91, own precision 2.33 / 2.51; GRU 1.95 / 2.07; LSTM 1024,
+# fp16, batch 8 2.01 / 2.07, bf16, batch 64 in tiles of 16 4.29 / 5.26; LSTM 985, TF32, batch 32 in
+# tiles of 16 6.48 / 7.59.
+BACKWARD_WARPS = 8
 
 # Measured on an H200 (docs/kernels/rnn.md): below these cuDNN's own small kernels, or its launches
 # a step, take less time than ours; beyond the last its matrix products are well filled.
@@ -71,7 +76,7 @@ def choose(
             not plan.wide_rest,  # accuracy, where it costs no time
             plan.units if plan.cell.gates > 1 else -plan.units,
             plan.forward_warps != _forward_warps(plan),
-            plan.backward_warps != _backward_warps(plan),
+            plan.backward_warps != BACKWARD_WARPS,
         )
 
     return min(fitting, key=cost)
@@ -114,21 +119,12 @@ def _forward_warps(plan: Plan) -> int:
 
     On an H200, us a step, 8 / 16 warps: LSTM 985, batch 4, TF32 1.58 / 1.55, bf16 1.32 / 1.26, own
     precision 2.15 / 2.26; GRU 1.85 / 1.68; LSTM 1024, fp16, batch 8 1.71 / 1.62, bf16, batch 64 in
-    tiles of 16 5.39 / 5.36; GRU 512, TF32, batch 64, 32 blocks, one tile of 16 3.29 / 2.84; LSTM 256,
-    both directions, batch 32, 16 blocks, one tile of 8 1.50 / 1.56.
+    tiles of 16 5.39 / 5.36; GRU 512, TF32, batch 64, 32 blocks, one tile of 16 3.29 / 2.84; LSTM
+    256, both directions, batch 32, 16 blocks, one tile of 8 1.50 / 1.56.
     """
     if plan.precision is Precision.SPLIT or plan.tiles > 1:
         return 8
     return 16 if plan.blocks >= MANY_BLOCKS or plan.eights > 1 else 8
-
-
-def _backward_warps(plan: Plan) -> int:
-    """As `_forward_warps`.
-
-    The first four of the same layers: 2.03 / 2.17, 1.87 / 1.91, 2.33 / 2.51, 1.95 / 2.07; the next two
-    2.01 / 2.07, 4.29 / 5.26; LSTM 985, TF32, batch 32, two tiles of 16 6.48 / 7.59.
-    """
-    return 8
 
 
 def _step_time(plan: Plan, batch: int, limits: DeviceLimits) -> float:

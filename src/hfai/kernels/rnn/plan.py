@@ -260,9 +260,7 @@ class Plan:
         buffers = 1 if self.precision == Precision.SPLIT else 2
         # With one buffer the second half comes as the first is multiplied: seen to spill six words.
         loads = min(self._forward_chunks, buffers * self.forward_at_once, 8 // (3 - buffers))
-        each = (
-            5 if self.tiles == 1 else 4
-        )  # with several tiles, what is carried is in shared memory
+        each = 5 if self.tiles == 1 else 4  # several tiles carry in shared memory
         chains = max(2, self.eights)
         return 4 * loads * self.eights + 4 * chains * self.row_tiles + each * items + 24
 
