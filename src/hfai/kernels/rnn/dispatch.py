@@ -20,8 +20,8 @@ WIDEST = 16  # sequences of a tile
 WARPS = ((8, 8), (16, 8), (8, 16), (16, 16))
 # With which backward took less time, where both fit. On an H200, us a step, 8 / 16 warps: LSTM 985,
 # batch 4, TF32 2.03 / 2.17, bf16 1.87 / 1.91, own precision 2.33 / 2.51; GRU 1.95 / 2.07; LSTM
-# 1024, fp16, batch 8 2.01 / 2.07, bf16, batch 64 in tiles of 16 4.29 / 5.26; LSTM 985, TF32, batch 32
-# in tiles of 16 6.48 / 7.59.
+# 1024, fp16, batch 8 2.01 / 2.07, bf16, batch 64 in tiles of 16 4.29 / 5.26; LSTM 985, TF32, batch
+# 32 in tiles of 16 6.48 / 7.59.
 BACKWARD_WARPS = 8
 
 # Measured on an H200 (docs/kernels/rnn.md): below these cuDNN's own small kernels, or its launches
