@@ -53,7 +53,7 @@ class Collectives(ABC):
         """Return the group's part for a GPU of this rank; all ranks make it together, once."""
 
     def all_reduce(
-        self, tensor: Tensor, op: object = "sum", *, async_op: bool = False
+        self, tensor: Tensor, op: object = "sum", *, async_op: bool = False, apart: bool = False
     ) -> Handle | CudaHandle | None:
         """Reduce a tensor over all ranks, in place.
 
@@ -62,6 +62,8 @@ class Collectives(ABC):
                 ranks on a GPU: later work of the current stream waits for it there.
             op: "sum", "avg", "min" or "max", or torch's ReduceOp of that name.
             async_op: Return a handle at once.
+            apart: Let another thread enqueue a large tensor of a GPU, where `async_op` is true.
+                Callbacks of the call's future run there then: they make no collectives.
 
         Raises:
             TypeError: The type is not reduced; `hfreduce.dtypes.DTYPES` has those that are.
@@ -69,7 +71,7 @@ class Collectives(ABC):
         """
         dtype, number = dtypes.check(arguments.tensor(tensor).dtype, op)
         if tensor.device.type == "cuda":
-            return self._reduce_on_gpu(tensor, op, async_op)
+            return self._reduce_on_gpu(tensor, op, async_op, apart)
         data = flat(tensor)
         job = self._job(
             _ALL_REDUCE, dtype, number, 0, [data], [data], [tensor.numel()], "all_reduce"
@@ -232,12 +234,14 @@ class Collectives(ABC):
         self._worker.call(job)
         return None
 
-    def _reduce_on_gpu(self, tensor: Tensor, op: object, async_op: bool) -> CudaHandle | None:
+    def _reduce_on_gpu(
+        self, tensor: Tensor, op: object, async_op: bool, apart: bool
+    ) -> CudaHandle | None:
         self._check_process()
         if self.world_size == 1:
             done = CudaHandle(None, None, torch.cuda.current_stream(tensor.device))
             return done if async_op else None
-        handle = self.gpu(tensor.device).all_reduce(tensor, op, apart=async_op)
+        handle = self.gpu(tensor.device).all_reduce(tensor, op, apart=apart and async_op)
         if async_op:
             return handle
         handle.wait()

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 8 << 20
 SLOTS = 8
 MOST_THREADS = 8
-# From how many bytes on an asynchronous call is enqueued by another thread: its 50 calls of the
-# driver and the threads that it wakes take some 250 µs, in which a backward pass would launch none
-# of its kernels.
+# From how many bytes on another thread enqueues a call that is made for that (DDP's hook): its 50
+# calls of the driver and the threads that it wakes take some 250 µs, in which a backward pass would
+# launch none of its kernels.
 APART_BYTES = 1 << 20
 _WRAP = 1 << 32
 # What a chunk passes, in order; the engine's numbers (native/trace.hpp).
@@ -198,6 +198,7 @@ class CudaReducer:
             tensor: On this GPU.
             op: "sum", "avg", "min" or "max", or torch's ReduceOp of that name.
             apart: Let another thread enqueue it, where it is large; waiting for it waits for that.
+                Callbacks of its future run there, at no fixed place among other calls.
 
         Raises:
             ValueError: The tensor is not contiguous.
@@ -235,7 +236,9 @@ class CudaReducer:
                     self._worker.submit(lambda: self._end(tensor, end), ended)
 
             enqueued = None
-            if apart and done is not None and tensor.nbytes >= APART_BYTES:
+            large = apart and done is not None and tensor.nbytes >= APART_BYTES
+            # Nobody waits for that thread with the lock held, which its callbacks may want.
+            if large or not self._enqueuer.is_idle:
                 enqueued = self._enqueuer.submit(enqueue)
             else:
                 self._enqueuer.call(enqueue)

@@ -50,7 +50,7 @@ class Worker:
         with self._lock:
             if self._inside:
                 raise RuntimeError("a signal's handler cannot call a collective within another")
-            if self._queued == self._ended:
+            if self.is_idle:
                 self._inside = True
                 try:
                     job()
@@ -83,6 +83,11 @@ class Worker:
             return future
         with self._lock:
             return self._queue(job, future)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all jobs have been run; the callbacks of their futures may be under way."""
+        return self._queued == self._ended
 
     def close(self) -> None:
         """Let the thread end after the jobs that it has, and return when none is running."""

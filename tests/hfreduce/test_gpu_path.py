@@ -1,12 +1,14 @@
 """The host's part of all-reduces on GPUs, on a machine without one: the driver is a stand-in.
 
 What only a GPU can show (order among torch's streams, rates, that no kernel runs) is in tests/gpu.
+HFREDUCE_KILL_ROUNDS=200 lengthens the test that kills ranks at random points (pytest --timeout=0).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import subprocess
 import time
@@ -28,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real driver is here: tests/gpu"),
 ]
 
+KILL_ROUNDS = int(os.environ.get("HFREDUCE_KILL_ROUNDS", "2"))
 CHUNK = 256 << 10
 # Nothing, less than a cache line, one chunk that the server adds, several, and as many as make the
 # first and the last ones smaller and slots be used again.
@@ -37,12 +40,16 @@ SIZES = [0, 1, 1000, 65_536, 131_073, 1_000_003]
 class Gpu:
     """What `CudaReducer` is on a GPU, without torch's part."""
 
-    def __init__(self, rank: int, world: int, store: str, driver: str, words: bool) -> None:
+    def __init__(
+        self, rank: int, world: int, store: str, driver: str, words: bool, timeout: float = 20
+    ) -> None:
         ctypes.CDLL(driver)  # the engine gets it under its name
-        self.reducer = reducer(rank, world, store, timeout=20)
+        self.reducer = reducer(rank, world, store, timeout=timeout)
         meeting = exchange.through_collectives(self.reducer)
         layout = segment.Settings(chunk_bytes=CHUNK, threads=1, slots=4)
-        self.group, _, ended = segment.connect(meeting, rank, self.reducer._members, layout, 20)
+        self.group, _, ended = segment.connect(
+            meeting, rank, self.reducer._members, layout, timeout
+        )
         assert ended[0] == 0
         self.path = CudaPath(self.group, 0, words, 2)
         assert self.path.flags == words
@@ -176,6 +183,24 @@ def comes_late(rank: int, world: int, store: str, driver: str) -> float:
     return took
 
 
+def for_ever(rank: int, world: int, store: str, driver: str, seed: int) -> tuple[int, int]:
+    """Keep calls of all sizes under way until one fails; return why and who is to blame."""
+    gpu = Gpu(rank, world, store, driver, words=seed % 4 != 0, timeout=3)
+    draw = random.Random(seed)  # the same on all ranks
+    calls: list[tuple[int, Tensor]] = []
+    while True:
+        count = draw.choice([0, 10, 3000, 100_000, 400_000])
+        tensor = torch.full((count,), rank + 1.0)
+        calls.append((gpu.start(tensor), tensor))
+        if len(calls) > draw.randrange(1, 5):
+            end, tensor = calls.pop(0)
+            reason, who, _ = gpu.path.wait(end)
+            if reason:
+                gpu.path.close()  # waits for the streams
+                return reason, who
+            assert (tensor == world * (world + 1) / 2).all()
+
+
 def differs(rank: int, world: int, store: str, driver: str) -> None:
     """A rank calls with another size: all hear of it."""
     gpu = Gpu(rank, world, store, driver, words=True)
@@ -222,6 +247,32 @@ def test_nobody_waits_for_a_dead_rank_to_fetch_its_sums(drivers: dict[bool, str]
     for end in Ranks(dies_with_sums_to_fetch, 3, drivers[True]).join()[:2]:
         assert not end.error, end.text
         assert end.value < 0.5  # the dead one is looked for every 20 ms
+
+
+def test_when_a_rank_is_killed_at_any_point_all_others_name_it_and_their_streams_run_dry(
+    drivers: dict[bool, str],
+) -> None:
+    draw = random.Random(int(time.time()))
+    for turn in range(KILL_ROUNDS):
+        world, seed = draw.choice([2, 3]), draw.randrange(1000)
+        victim, delay = draw.randrange(world), 0.2 + draw.random() * 0.8
+        ranks = Ranks(for_ever, world, drivers[seed % 4 != 0], seed)
+        time.sleep(delay)
+        ranks.kill(victim)
+        killed = time.monotonic()
+        ended = ranks.join(30)
+        took = time.monotonic() - killed
+        where = f"turn {turn}: {world} ranks, rank {victim} killed after {delay:.3f} s, seed {seed}"
+        for rank, end in enumerate(ended):
+            if rank == victim:
+                continue
+            if end.error:  # it died while the groups were made
+                assert end.error in ("DeadPeerError", "LatePeerError"), f"{where}\n{end.text}"
+                assert f"rank {victim}" in end.text.splitlines()[-1], f"{where}\n{end.text}"
+            else:
+                assert end.value == (1, victim), where
+        late = any(end.error == "LatePeerError" for end in ended)
+        assert took < (7 if late else 4), f"{where}: {took:.1f} s"
 
 
 def test_a_rank_that_was_given_up_takes_no_sums_that_others_have_written_over(

@@ -476,6 +476,9 @@ def test_torchs_one_operator_for_evaluation_is_left_alone_where_it_is_faster(
         # Which torch makes of several operators:
         assert is_covered(ours, x, key, key, need_weights=False)
         assert is_covered(ours, x, x, x)  # with weights ours is the faster, if the call is large
+    monkeypatch.setattr(dispatch, "allows_tf32", lambda: True)
+    assert dispatch.beats_one_operator(256, 256, torch.float32, need_weights=False)
+    assert not dispatch.beats_one_operator(257, 64, torch.float32, need_weights=True)
 
 
 def test_a_checkpoint_with_dropout_draws_the_same_without_gradients_and_with(

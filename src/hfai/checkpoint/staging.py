@@ -78,9 +78,12 @@ class HostPool:
 
         Args:
             size: Bytes that a save copies from this process's GPUs; above the budget, that counts.
-            device: One of them.
+            device: One of them; "cuda" is the calling thread's.
         """
-        self.expect(-(-size // SEGMENT), locking(torch.device(device)), hurried=False)
+        place = torch.device(device)
+        if place.index is None and torch.cuda.is_available():
+            place = torch.device("cuda", torch.cuda.current_device())
+        self.expect(-(-size // SEGMENT), locking(place), hurried=False)
 
     def wait_prepared(self, timeout: float | None = None) -> bool:
         """Wait until no buffer is being made; return whether that is so.

@@ -74,11 +74,6 @@ __device__ __forceinline__ void load_16_bytes_or_zeros(float (&value)[4], const 
       : "+f"(value[0]), "+f"(value[1]), "+f"(value[2]), "+f"(value[3])
       : "l"(__cvta_generic_to_global(source)), "r"(load ? 1 : 0));
 }
-// Starts bringing the line of 128 bytes around an address to the second-level cache.
-__device__ __forceinline__ void prefetch_line(const void* source) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(source)));
-}
-
 // 16 bytes to global memory in one instruction: the compiler takes a plain store apart where the words
 // don't lie in neighbouring registers.
 __device__ __forceinline__ void store_16_bytes(void* target, const u32 (&word)[4]) {

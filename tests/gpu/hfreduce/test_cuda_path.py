@@ -108,7 +108,7 @@ def in_order(rank: int, world: int, store: str) -> None:
         for i in range(30)
     ]
     for tensor in tensors:
-        handles.append(group.all_reduce(tensor, async_op=True))
+        handles.append(group.all_reduce(tensor, async_op=True, apart=True))
     for i, (tensor, handle) in enumerate(zip(tensors, handles, strict=True)):
         assert handle is not None
         handle.wait()

@@ -79,7 +79,7 @@ inline void load_16_bytes_or_zeros(float (&value)[4], const float* source, bool 
   demand_aligned(source);
   std::memcpy(value, source, sizeof value);
 }
-inline void prefetch_line(const void*) {}
+inline void atomicMax(u32* target, u32 value) { *target = max(*target, value); }
 inline u32 __reduce_max_sync(u32, u32 value) {
   for (int offset = 16; offset > 0; offset /= 2)
     value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));

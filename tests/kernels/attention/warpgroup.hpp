@@ -32,6 +32,7 @@ inline u32 advanced(u32 operand, int bytes) {
 inline u32 opaque(u32 operand) { return operand; }
 inline void fence_written_operands() {}
 inline void begin_products() {}
+inline void prefetch_bytes(const void* source, int) { demand_aligned(source); }
 template <int TILES>
 void hold(float (&)[TILES][4]) {}
 inline int warpgroup_index() { return threadIdx.x / 128; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def test_the_reference_layer_stays_on_a_hopper_gpu(precision: Precision) -> None
     for cell in Cell:
         plan = dispatch.choose(cell, 985, 1, 4, precision, HOPPER)
         assert plan is not None
-        reason = dispatch.why_left_to_torch(plan, 4, 1000, HOPPER)
+        reason = dispatch.why_left_to_torch(plan, torch.float32, 4, 1000, HOPPER)
         assert reason is None
 
 
@@ -79,7 +80,7 @@ def test_what_has_no_registers_stays_in_shared_memory() -> None:
 def _why(hidden: int, batch: int, steps: int) -> str:
     plan: Plan | None = dispatch.choose(Cell.LSTM, hidden, 1, batch, Precision.TF32, HOPPER)
     assert plan is not None
-    reason = dispatch.why_left_to_torch(plan, batch, steps, HOPPER)
+    reason = dispatch.why_left_to_torch(plan, torch.float32, batch, steps, HOPPER)
     assert reason is not None
     return reason
 
@@ -108,12 +109,25 @@ def test_what_is_left_to_torch_is_said_in_words() -> None:
     assert "batch of 512" in _why(985, 512, 1000)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ours"), [(torch.float32, False), (torch.float16, False), (torch.bfloat16, True)]
+)
+def test_small_layers_are_ours_where_cudnn_has_no_kernel_for_them(
+    dtype: torch.dtype, ours: bool
+) -> None:
+    precision = Precision.TF32 if dtype is torch.float32 else Precision.HALF
+    for cell in (Cell.LSTM, Cell.GRU, Cell.RNN_TANH):
+        plan = dispatch.choose(cell, 64, 1, 4, precision, HOPPER)
+        assert plan is not None
+        assert (dispatch.why_left_to_torch(plan, dtype, 4, 200, HOPPER) is None) == ours
+
+
 @pytest.mark.parametrize("precision", Precision)
 def test_no_batch_is_ours_that_was_not_timed(precision: Precision) -> None:
     most = 64 if precision is Precision.SPLIT else 128
     for batch in (most, most + 1):
         plan = dispatch.choose(Cell.LSTM, 256, 1, batch, precision, HOPPER)
         assert plan is not None
-        reason = dispatch.why_left_to_torch(plan, batch, 200, HOPPER)
+        reason = dispatch.why_left_to_torch(plan, torch.float32, batch, 200, HOPPER)
         assert (reason is None) == (batch == most)
         assert reason is None or f"batch of {batch}" in reason

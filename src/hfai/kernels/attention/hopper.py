@@ -50,6 +50,10 @@ class HopperForwardPlan:
     """Blocks that share the rows of a head."""
     scaled: bool = False
     """Whether memory holds fp32."""
+    ahead: int = 0
+    """Blocks that the device runs at once, where those to come are brought to its cache; else 0."""
+    ahead_tensors: int = 0
+    """How many of q, k and v are brought there."""
 
     @property
     def threads(self) -> int:
@@ -72,6 +76,8 @@ class HopperForwardPlan:
             "CHUNK": self.chunk,
             "CHUNKS": self.chunks,
             "MIN_BLOCKS": self.min_blocks,
+            "AHEAD": self.ahead,
+            "AHEAD_TENSORS": self.ahead_tensors,
         }
 
 
@@ -92,6 +98,10 @@ class HopperBackwardPlan:
     """Blocks of a multiprocessor that the compiler leaves registers for."""
     scaled: bool = False
     """Whether memory holds fp32."""
+    ahead: int = 0
+    """Blocks that the device runs at once, where those to come are brought to its cache; else 0."""
+    ahead_tensors: int = 0
+    """How many of dout, k, v, q and out are brought there."""
 
     @property
     def needs_out(self) -> bool:
@@ -131,6 +141,8 @@ class HopperBackwardPlan:
             "PASS_ROWS": self.pass_rows,
             "OVERLAID": self.overlaid,
             "MIN_BLOCKS": self.min_blocks,
+            "AHEAD": self.ahead,
+            "AHEAD_TENSORS": self.ahead_tensors,
         }
 
 
@@ -176,6 +188,7 @@ class HopperWeightsPlan:
             "CHUNK": self.tile,
             "CHUNKS": self.tiles,
             "MIN_BLOCKS": self.min_blocks,
+            "AHEAD": 0,
         }
 
 

@@ -184,9 +184,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   if constexpr (SCALED) {
     constexpr int WARPS = THREADS / 32;
     float* const largest = reinterpret_cast<float*>(dscores);  // which nothing is in yet
-    prefetch_rows<THREADS>(v, v_row, keys);
-    prefetch_rows<THREADS>(q, q_row, rows);
-    if (READS_OUT) prefetch_rows<THREADS>(out, out_row, rows);
     HeldRows<KEYS, THREADS> some_keys, some_values;
     HeldRows<ROWS, THREADS> some_dout, some_rows, some_out;
     some_dout.load(dout, dout_row, rows);
@@ -255,6 +252,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   fence_written_operands();
   __syncthreads();
 
+  const HeadAhead ahead(batch, head, static_cast<u32>(heads));
+  if (AHEAD_TENSORS > 0) ahead.prefetch<THREADS>(dout, dout_batch, dout_head, dout_row, rows);
+  if (AHEAD_TENSORS > 1) ahead.prefetch<THREADS>(k, k_batch, k_head, k_row, keys);
+  if (AHEAD_TENSORS > 2) ahead.prefetch<THREADS>(v, v_batch, v_head, v_row, keys);
+  if (AHEAD_TENSORS > 3) ahead.prefetch<THREADS>(q, q_batch, q_head, q_row, rows);
+  if (AHEAD_TENSORS > 4 && READS_OUT)
+    ahead.prefetch<THREADS>(out, out_batch, out_head, out_row, rows);
   const u32 key_operand = describe(all_keys + group * TILE_BYTES);
   const u32 value_operand = describe(all_values + group * TILE_BYTES);
   const u32 rows_operand = describe(all_rows);

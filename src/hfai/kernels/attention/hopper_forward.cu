@@ -40,8 +40,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   float score_factor = factor, value_back = 1.0f;
   if constexpr (SCALED) {
     float* const largest = key_added + KEYS;
-    prefetch_rows<THREADS>(k, k_row, keys);
-    prefetch_rows<THREADS>(v, v_row, keys);
     const float query_back =
         bring_rows<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, largest);
     const float key_back =
@@ -64,6 +62,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   fence_written_operands();
   __syncthreads();
 
+  const HeadAhead ahead(batch, head, static_cast<u32>(heads));
+  if (AHEAD_TENSORS > 0) ahead.prefetch<THREADS>(q, q_batch, q_head, q_row, rows);
+  if (AHEAD_TENSORS > 1) ahead.prefetch<THREADS>(k, k_batch, k_head, k_row, keys);
+  if (AHEAD_TENSORS > 2) ahead.prefetch<THREADS>(v, v_batch, v_head, v_row, keys);
   const u32 key_operand = describe(all_keys), value_operand = describe(all_values);
   const u32 query_operand = describe(queries);
   float score[TILES][4], sum[1][COLUMNS / 8][4], total[2], base[2];

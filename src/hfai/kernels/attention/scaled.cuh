@@ -44,14 +44,6 @@ __device__ __forceinline__ float score_bounded(float factor) {
   return fmaxf(bounded(factor), __uint_as_float(1u << 23));
 }
 
-// Starts bringing rows of a head to the second-level cache.
-template <int THREADS, class From>
-__device__ __forceinline__ void prefetch_rows(const From* source, i64 stride, int count) {
-  constexpr int LINES = ceil_div(HEAD, 32);  // a row's, of 128 bytes
-  for (int i = threadIdx.x; i < count * LINES; i += THREADS)
-    prefetch_line(source + i / LINES * stride + i % LINES * 32);
-}
-
 // Up to ROWS rows of a head in the registers of THREADS threads, on their way to shared memory.
 template <int ROWS, int THREADS>
 struct HeldRows {

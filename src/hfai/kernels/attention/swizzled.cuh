@@ -27,6 +27,27 @@ __device__ __forceinline__ void copy_swizzled(char* target, const From* source, 
   }
 }
 
+// Starts bringing the rows of another head to the second-level cache: of the block that is likely to be
+// this multiprocessor's next, while this one multiplies. AHEAD blocks run at once; 0: not at all.
+struct HeadAhead {
+  i64 batches, heads;  // from this one on
+  bool exists;
+
+  __device__ __forceinline__ HeadAhead(u32 batch, u32 head, u32 all_heads) {
+    const u32 next = blockIdx.x + AHEAD;
+    exists = AHEAD > 0 && next < gridDim.x;
+    batches = static_cast<i64>(next / all_heads) - batch;
+    heads = static_cast<i64>(next % all_heads) - head;
+  }
+  template <int THREADS, class From>
+  __device__ __forceinline__ void prefetch(const From* source, i64 batch_stride, i64 head_stride,
+                                           i64 row_stride, int count) const {
+    source += batches * batch_stride + heads * head_stride;
+    for (int row = threadIdx.x; exists && row < count; row += THREADS)
+      prefetch_bytes(source + row * row_stride, HEAD * static_cast<int>(sizeof(From)));
+  }
+};
+
 // sum[64][N] = a [64][COLUMNS] times the transpose of b [N][COLUMNS].
 template <int N>
 __device__ __forceinline__ void start_scores(float (&sum)[N / 8][4], u32 a, u32 b) {

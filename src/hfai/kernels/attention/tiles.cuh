@@ -271,13 +271,24 @@ __device__ __forceinline__ void store_result(To* target, i64 stride, int rows, i
           store_16_bytes(start + tile * 8, word);
       }
     } else {
+      // Of two tiles, even lanes take the first and odd ones the second: four columns of it each.
+      const bool odd = quad % 2 != 0;
 #pragma unroll
-      for (int t = 0; t < TILES; ++t)
-        if (row < rows && t * 8 < columns) {
-          uint2 pair;
-          pair.x = __float_as_uint(result[t][2 * h]), pair.y = __float_as_uint(result[t][2 * h + 1]);
-          *reinterpret_cast<uint2*>(start + t * 8 + quad * 2) = pair;
+      for (int t = 0; t < TILES; t += 2) {
+        const int other = smaller(t + 1, TILES - 1);
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const u32 first = __float_as_uint(result[t][2 * h + i]);
+          const u32 second = __float_as_uint(result[other][2 * h + i]);
+          const u32 received = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+          word[i] = odd ? received : first;
+          word[2 + i] = odd ? second : received;
         }
+        const int column = (t + quad % 2) * 8 + quad / 2 * 4;
+        if (row < rows && t + quad % 2 < TILES && column < columns)
+          store_16_bytes(start + column, word);
+      }
     }
   }
 }

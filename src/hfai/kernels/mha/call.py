@@ -18,8 +18,8 @@ from hfai.kernels.attention import Masking
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.mha import dispatch, masks
 from hfai.kernels.mha.autograd import apply_attend
+from hfai.kernels.mha.linear import linear
 from hfai.kernels.mha.projections import Layout, project
-from hfai.kernels.products import linear
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

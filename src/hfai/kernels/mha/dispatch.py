@@ -69,11 +69,12 @@ def beats_one_operator(queries: int, keys: int, dtype: torch.dtype, *, need_weig
     """Return whether a large call is faster here than as torch's one operator for evaluation.
 
     In half precision ours took 0.57 (64 rows) and 0.66 (512 rows) of its time with weights; without
-    them 0.80 of it with 64 rows and 1.02 with 512. In fp32 with TF32 none was measured, without it
-    0.52 to 0.60 of its time (64 and 256 rows).
+    them 0.80 of it with 64 rows, 1.02 with 256 and 512. In fp32 with TF32 it took 0.66 (64 rows)
+    and 0.63 (256 rows) with weights, 0.71 and 0.51 without, and beyond 256 none was measured;
+    without TF32 0.52 to 0.60 (64 and 256 rows).
     """
     if dtype is torch.float32:
-        return not allows_tf32()
+        return not allows_tf32() or max(queries, keys) <= plan.MOST_KEYS
     return need_weights or max(queries, keys) <= MOST_ROWS_FORWARD
 
 

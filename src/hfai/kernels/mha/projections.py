@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from hfai.kernels.products import linear
+from hfai.kernels.mha.linear import linear
 
 
 class Layout(NamedTuple):

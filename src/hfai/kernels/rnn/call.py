@@ -171,7 +171,7 @@ def _found(
     plan = dispatch.choose(cell, hidden, directions, batch, precision, limits)
     if plan is None:
         return f"the weights of {hidden} hidden units do not stay on the chip"
-    reason = dispatch.why_left_to_torch(plan, batch, steps, limits)
+    reason = dispatch.why_left_to_torch(plan, dtype, batch, steps, limits)
     return _configuration(device, dtype, plan) if reason is None else reason
 
 

@@ -11,6 +11,8 @@ import functools
 import itertools
 from collections.abc import Iterator
 
+import torch
+
 from hfai.kernels.jit import DeviceLimits
 from hfai.kernels.rnn.plan import Cell, Plan, Precision
 
@@ -31,19 +33,22 @@ OTHER_WARPS = 0.2
 # a step, take less time than ours; beyond the last its matrix products are well filled.
 FEWEST_STEPS = 32
 FEWEST_UNITS = {Cell.LSTM: 129, Cell.GRU: 193, Cell.RNN_TANH: 385, Cell.RNN_RELU: 385}
+# cuDNN has no such kernels for bf16: with 32 to 384 units, 200 steps and batches of 4 and 32,
+# forward and backward took a tenth to a seventh of torch's time.
+FEWEST_UNITS_IN_BF16 = 1
 MOST_TILES = 4
 # The largest batch that was timed. In fp32's own precision an earlier version of LSTM 200 and 256
 # and GRU 256 ran at 1.1 to 1.4 times torch's speed with 64 sequences, at 0.6 to 0.9 with 128. In
 # TF32 and half precision inference of 128 sequences, 200 steps, took, ms, torch / ours: LSTM 256
-# and 512, TF32, 3.8 / 0.80 and 5.1 / 1.3; LSTM 512 and GRU 512, bf16, 5.2 / 1.0 and 4.6 / 0.93; both
-# passes of all of them took torch 1.6 times ours and more.
+# and 512, TF32, 3.8 / 0.80 and 5.1 / 1.3; LSTM 512 and GRU 512, bf16, 5.2 / 1.0 and 4.6 / 0.93;
+# both passes of all of them took torch 1.6 times ours and more.
 MOST_SEQUENCES = 64
 MOST_SEQUENCES_IN_EIGHTS = 128
 
 # Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
 # being sent: forward waits so many cycles first. With fewer blocks that gains nothing, and little in
-# half precision with four columns, whose words are half as many. LSTM 985, batch 4 on an H200, us a step
-# after 0, 300, 600, 900 cycles: TF32 1.67, 1.65, 1.635, 1.64; bf16 1.29, 1.33, 1.44, 1.46; own
+# half precision with four columns, whose words are half as many. LSTM 985, batch 4 on an H200, us a
+# step after 0, 300, 600, 900 cycles: TF32 1.67, 1.65, 1.635, 1.64; bf16 1.29, 1.33, 1.44, 1.46; own
 # precision, after 300, 600, 900: 2.31, 2.26, 2.15. A later version, bf16 after 0, 300: 1.42, 1.32.
 LOOK_AFTER = 900
 LOOK_AFTER_SMALL = 300
@@ -150,11 +155,14 @@ def _waves(plan: Plan, batch: int, limits: DeviceLimits) -> int:
     return -(-plan.groups(batch) // at_once)
 
 
-def why_left_to_torch(plan: Plan, batch: int, steps: int, limits: DeviceLimits) -> str | None:
+def why_left_to_torch(
+    plan: Plan, dtype: torch.dtype, batch: int, steps: int, limits: DeviceLimits
+) -> str | None:
     """Return why a call is left to torch, or None where our kernels are faster."""
+    fewest = FEWEST_UNITS_IN_BF16 if dtype is torch.bfloat16 else FEWEST_UNITS[plan.cell]
     if steps < FEWEST_STEPS:
         return f"{steps} steps are too few to pay for loading the weights"
-    if plan.hidden < FEWEST_UNITS[plan.cell]:
+    if plan.hidden < fewest:
         return f"cuDNN has a faster kernel for {plan.hidden} hidden units"
     in_eights = plan.eights > 1 and plan.cell.gates > 1
     if batch > (MOST_SEQUENCES_IN_EIGHTS if in_eights else MOST_SEQUENCES):
