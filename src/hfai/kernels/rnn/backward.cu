@@ -13,8 +13,8 @@
 // Memory, beyond what forward.cu names:
 //   kept      [D][N][GATE_PITCH]  what forward left in `gates`
 //   dgates    [D][N][GATE_PITCH]  LSTM di, df, dg, do; GRU dn, dr, dz, dq; RNN dh (1 - h^2)
-//   mailbox   [2][groups][TILES][BLOCKS to][BLOCKS from][UNITS][COLUMNS]  partial sums, starts as
-//             zeros; fp32, or with SHORT_MESSAGES in T
+//   mailbox   [2][groups][TILES][BLOCKS to][BLOCKS from][COLUMNS by WIDE][UNITS][WIDE]  partial
+//             sums, starts as zeros; fp32, or with SHORT_MESSAGES in T
 //   dy        [N][D * HIDDEN], dhn, dcn, dh0, dc0 [D][B][HIDDEN]; dy, dhn, dcn may be null
 
 constexpr int THREADS = 32 * WARPS;
@@ -26,7 +26,6 @@ constexpr int CELLS = UNITS * COLUMNS;  // of a tile
 // A product's columns. A tile's cells, here and in a message, lie as [columns by so many][UNITS][WIDE].
 constexpr int WIDE = smaller(COLUMNS, 8);
 constexpr int ITEMS = ceil_div(CELLS, THREADS);
-constexpr int COLUMN_STEP = THREADS / UNITS;  // from one item of a thread to its next
 // Whether what forward left is read a step ahead (a tile ahead with several), and made into factors while
 // the partial sums travel. SPLIT has no registers for that: it asks for it to be brought closer.
 constexpr bool AHEAD = TILES > 1 || PRECISION != SPLIT;
@@ -62,8 +61,7 @@ struct Shared {
   float partial[PARTIALS][PARTIAL_PITCH];
   // As many columns as products take; those beyond SENT_COLUMNS are zero.
   u32 dgates[8 * EIGHTS][DGATES_PITCH];
-  float carried[TILES > 1 ? TILES : 1][2][TILES > 1 ? CELLS : 2];  // with several tiles
-  u32 lost[4];  // the first: whether a thread has given up waiting
+  u32 lost[4];                  // the first: whether a thread has given up waiting
 };
 static_assert(sizeof(Shared) % 16 == 0, "the matrix's part begins on a vector");
 extern __shared__ float memory[];  // Shared, and then the matrix's part
@@ -107,33 +105,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // threads side by side have units side by side, as they lie in memory.
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
   auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
-  const int local = threadIdx.x % UNITS, unit = block * UNITS + local;
-  const int first_column = threadIdx.x / UNITS;
-  auto column_of = [&](int i) { return first_column + i * COLUMN_STEP; };
+  auto local_of = [&](int i) { return item_of(i) % UNITS; };
+  auto unit_of = [&](int i) { return block * UNITS + local_of(i); };
+  auto column_of = [&](int i) { return item_of(i) / UNITS; };
   auto sequence_of = [&](int tile, int i) {
     return first_sequence + tile * COLUMNS + column_of(i);
   };
-  // What a cell carries from step to step, with several tiles in shared memory; `through` is what of dh
-  // passes a step beside the recurrent product.
-  float carried[2][ITEMS];
-  auto dc = [&](int tile, int i) -> float& {
-    if constexpr (TILES == 1) return carried[0][i];
-    else return shared.carried[tile][0][item_of(i)];
-  };
-  auto through = [&](int tile, int i) -> float& {
-    if constexpr (TILES == 1) return carried[1][i];
-    else return shared.carried[tile][1][item_of(i)];
-  };
+  // `through` is what of dh passes a step beside the recurrent product.
+  float dc[TILES][ITEMS], through[TILES][ITEMS];
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int sequence = sequence_of(tile, i);
-      if (!has_item(i)) continue;
-      const bool real = sequence < batch && unit < HIDDEN;
+      const int unit = unit_of(i), sequence = sequence_of(tile, i);
+      const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
       const i64 state = state_base + sequence * HIDDEN + unit;
-      through(tile, i) = real && dhn ? to_float(dhn[state]) : 0.0f;
-      dc(tile, i) = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
+      through[tile][i] = real && dhn ? to_float(dhn[state]) : 0.0f;
+      dc[tile][i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
     }
   __syncthreads();
 
@@ -226,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto received = [&](int i) {
     const int column = column_of(i);
     const int place =
-        place_of_sum((column / WIDE * UNITS + local) * WIDE + column % WIDE);
+        place_of_sum((column / WIDE * UNITS + local_of(i)) * WIDE + column % WIDE);
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // shorter chains
 #pragma unroll
     for (int p = 0; p < PARTIALS; ++p) sum[p % 4] += shared.partial[p][place];
@@ -237,95 +225,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
   auto is_active = [&](i64 t, int tile, int i) {
     const int sequence = sequence_of(tile, i);
-    return has_item(i) && sequence < batch && unit < HIDDEN &&
+    return has_item(i) && sequence < batch && unit_of(i) < HIDDEN &&
            (!lengths || t < lengths[sequence]);
   };
   // What forward left of a tile's step for a thread's items, and the gradient of y, as they lie in
-  // memory: whatever is done with a value waits for it to come, so nothing is done before it is needed.
+  // memory: they are asked for a step or a tile ahead, and nothing waits for them before they are used.
   struct Kept {
     T value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
   };
   auto read = [&](i64 step, int tile, Kept& read) {
-    if (AHEAD && !has_item(0)) return;  // whole warps; SPLIT has no registers for the branch
-    const i64 t = time_of(step), first_sequence = sequence_of(tile, 0);
-    const i64 row = row_of(t) + first_sequence;
-    const T* const dy_row = dy + (row * DIRECTIONS + direction) * HIDDEN + unit;
-    const T* const kept_row = kept + row * GATE_PITCH + unit;
-    const T* const cells_row = cells + row * HIDDEN + unit;
-    // The row before in time: packed sequences have one only where the step before does.
-    const bool no_step = direction ? t == steps - 1 : t == 0;
-    const i64 t_before = no_step ? t : direction ? t + 1 : t - 1;
-    const T* const cells_before = cells + (row_of(t_before) + first_sequence) * HIDDEN + unit;
-    const T* const c0_row = c0 + state_base + first_sequence * HIDDEN + unit;
-    // GRU: h before the step; RNN: h after it.
-    const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
-    const T* const states_row = states + (slot * batch + first_sequence) * WIDTH + unit;
+    const i64 t = time_of(step), first_row = row_of(t);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
+      const int unit = unit_of(i), sequence = sequence_of(tile, i);
       const bool wanted = is_active(t, tile, i);
-      const int further = i * COLUMN_STEP;
-      read.dh[i] = load_if(wanted && dy, dy_row + further * DIRECTIONS * HIDDEN);
+      const i64 row = first_row + sequence;
+      read.dh[i] =
+          load_if(wanted && dy, dy + row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
       if constexpr (KEPT > 1)
 #pragma unroll
         for (int g = 0; g < KEPT; ++g)
-          read.value[i][g] = load_if(wanted, kept_row + further * GATE_PITCH + g * HIDDEN);
+          read.value[i][g] = load_if(wanted, kept + row * GATE_PITCH + g * HIDDEN + unit);
       if constexpr (CELL == LSTM) {
-        read.c_now[i] = load_if(wanted, cells_row + further * HIDDEN);
-        const bool first =
-            no_step || (direction && lengths && wanted && t + 1 >= lengths[sequence_of(tile, i)]);
-        read.before[i] = load_if(wanted && (!first || c0),
-                                 (first ? c0_row : cells_before) + further * HIDDEN);
-      } else {
-        read.before[i] = load_if(wanted, states_row + further * WIDTH);
+        // The row before in time: packed sequences have one only where the step before does.
+        read.c_now[i] = load_if(wanted, cells + row * HIDDEN + unit);
+        const bool first = direction ? t == steps - 1 || (lengths && t + 1 >= lengths[sequence])
+                                     : t == 0;
+        const i64 other_row = row_of(first ? t : direction ? t + 1 : t - 1) + sequence;
+        read.before[i] =
+            load_if(wanted && (!first || c0), first ? c0 + state_base + sequence * HIDDEN + unit
+                                                    : cells + other_row * HIDDEN + unit);
+      } else {  // GRU: h before the step; RNN: h after it
+        const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
+        read.before[i] = load_if(wanted, states + (slot * batch + sequence) * WIDTH + unit);
       }
       if (!AHEAD && wanted && !offsets && step + PREFETCHED + 1 < steps) {
-        const i64 later = (direction ? PREFETCHED : -PREFETCHED) * batch;
-        if (dy) prefetch(dy_row + (further + later) * (DIRECTIONS * HIDDEN));
+        const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
+        if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
         if constexpr (KEPT > 1)
 #pragma unroll
-          for (int g = 0; g < KEPT; ++g)
-            prefetch(kept_row + (further + later) * GATE_PITCH + g * HIDDEN);
+          for (int g = 0; g < KEPT; ++g) prefetch(kept + later * GATE_PITCH + g * HIDDEN + unit);
         if constexpr (CELL == LSTM)
-          prefetch(cells_before + (further + later) * HIDDEN);
+          prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
       }
     }
   };
 
   u32 sent = 0;
-  Kept coming;  // this step's, or ahead of it
-  // Each gate's gradient is a multiple of dh or dc.
-  struct Factors {
-    float of_gate[ITEMS][KEPT], dh[ITEMS], to_cell[ITEMS], pass[ITEMS];
-  };
-  auto make_factors = [&](const Kept& kept, Factors& factors) {
-    if (!has_item(0)) return;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      factors.dh[i] = to_float(kept.dh[i]);
-      const float before = to_float(kept.before[i]);
-      float(&of)[KEPT] = factors.of_gate[i];
-      float v[KEPT];
-#pragma unroll
-      for (int g = 0; g < KEPT; ++g) v[g] = KEPT > 1 ? to_float(kept.value[i][g]) : 0.0f;
-      if constexpr (CELL == LSTM) {
-        const float tanh_c = hyperbolic_tangent(to_float(kept.c_now[i]));
-        factors.to_cell[i] = v[3] * (1.0f - tanh_c * tanh_c);
-        of[0] = v[2] * v[0] * (1.0f - v[0]);
-        of[1] = before * v[1] * (1.0f - v[1]);
-        of[2] = v[0] * (1.0f - v[2] * v[2]);
-        of[3] = tanh_c * v[3] * (1.0f - v[3]);
-        factors.pass[i] = v[1];
-      } else if constexpr (CELL == GRU) {
-        of[0] = (1.0f - v[1]) * (1.0f - v[2] * v[2]);
-        of[1] = v[3] * v[0] * (1.0f - v[0]);
-        of[2] = (before - v[2]) * v[1] * (1.0f - v[1]);
-        of[3] = v[0];
-        factors.pass[i] = v[1];
-      } else {
-        of[0] = CELL == RNN_RELU ? before : 1.0f - before * before;
-      }
-    }
-  };
+  Kept coming;  // the next tile's, or step's; not AHEAD this step's
   if (AHEAD && steps > 0) read(0, 0, coming);
   for (i64 step = 0; step < steps; ++step) {
     const i64 t = time_of(step), first_row = row_of(t);
@@ -340,55 +287,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           }
         ask(step - 1, tile, 0);
       }
-      Factors factors;
-      if (AHEAD) make_factors(coming, factors);
       bool active[ITEMS];
-      float dc_now[ITEMS], through_now[ITEMS];
 #pragma unroll
-      for (int i = 0; i < ITEMS; ++i) {
-        active[i] = is_active(t, tile, i);
-        if (!has_item(i)) continue;
-        dc_now[i] = dc(tile, i);
-        through_now[i] = through(tile, i);
-      }
+      for (int i = 0; i < ITEMS; ++i) active[i] = is_active(t, tile, i);
+      // Each gate's gradient is a multiple of dh or dc.
+      float slope[ITEMS][KEPT], dh[ITEMS], to_cell[ITEMS], pass[ITEMS];
+      auto make_factors = [&] {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+          dh[i] = to_float(coming.dh[i]);
+          const float before = to_float(coming.before[i]);
+          float v[KEPT];
+#pragma unroll
+          for (int g = 0; g < KEPT; ++g) v[g] = KEPT > 1 ? to_float(coming.value[i][g]) : 0.0f;
+          to_cell[i] = pass[i] = 0.0f;
+          if constexpr (CELL == LSTM) {
+            const float tanh_c = hyperbolic_tangent(to_float(coming.c_now[i]));
+            to_cell[i] = v[3] * (1.0f - tanh_c * tanh_c);
+            slope[i][0] = v[2] * v[0] * (1.0f - v[0]);
+            slope[i][1] = before * v[1] * (1.0f - v[1]);
+            slope[i][2] = v[0] * (1.0f - v[2] * v[2]);
+            slope[i][3] = tanh_c * v[3] * (1.0f - v[3]);
+            pass[i] = v[1];
+          } else if constexpr (CELL == GRU) {
+            slope[i][0] = (1.0f - v[1]) * (1.0f - v[2] * v[2]);
+            slope[i][1] = v[3] * v[0] * (1.0f - v[0]);
+            slope[i][2] = (before - v[2]) * v[1] * (1.0f - v[1]);
+            slope[i][3] = v[0];
+            pass[i] = v[1];
+          } else {
+            slope[i][0] = CELL == RNN_RELU ? before : 1.0f - before * before;
+          }
+        }
+      };
+      if (AHEAD) make_factors();
 
       if (step > 0)
         receive(step - 1, tile);
       else if (TILES > 1)
         __syncthreads();  // as in `receive`: the tile before has read its gradients
-      if (!AHEAD) make_factors(coming, factors);
+      if (!AHEAD) make_factors();
       float made[ITEMS][KEPT];
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
         if (!has_item(i)) continue;
-        const float carried = through_now[i] + (step > 0 ? received(i) : 0.0f);
-        const float dh = factors.dh[i] + carried;
-        const float(&of)[KEPT] = factors.of_gate[i];
+        const float carried = through[tile][i] + (step > 0 ? received(i) : 0.0f);
+        dh[i] += carried;
+        const float(&of)[KEPT] = slope[i];
         float(&d)[KEPT] = made[i];
         if constexpr (CELL == LSTM) {
-          const float dcell = dc_now[i] + dh * factors.to_cell[i];
+          const float dcell = dc[tile][i] + dh[i] * to_cell[i];
 #pragma unroll
-          for (int g = 0; g < KEPT; ++g) d[g] = (g < 3 ? dcell : dh) * of[g];
-          through_now[i] = 0.0f;
-          if (active[i]) dc_now[i] = dcell * factors.pass[i];
+          for (int g = 0; g < KEPT; ++g) d[g] = (g < 3 ? dcell : dh[i]) * of[g];
+          through[tile][i] = 0.0f;
+          if (active[i]) dc[tile][i] = dcell * pass[i];
         } else if constexpr (CELL == GRU) {
-          d[0] = dh * of[0];
+          d[0] = dh[i] * of[0];
           d[1] = d[0] * of[1];
-          d[2] = dh * of[2];
+          d[2] = dh[i] * of[2];
           d[3] = d[0] * of[3];
-          through_now[i] = dh * factors.pass[i];
+          through[tile][i] = dh[i] * pass[i];
         } else {
-          d[0] = CELL == RNN_RELU ? (of[0] > 0.0f ? dh : 0.0f) : dh * of[0];
-          through_now[i] = 0.0f;
+          d[0] = CELL == RNN_RELU ? (of[0] > 0.0f ? dh[i] : 0.0f) : dh[i] * of[0];
+          through[tile][i] = 0.0f;
         }
         if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
-          through_now[i] = carried;
+          through[tile][i] = carried;
 #pragma unroll
           for (int g = 0; g < KEPT; ++g) d[g] = 0.0f;
         }
         // For the recurrent product: rows unit * GATES + gate, in the matrix's order of gates.
         auto row_of = [&](int column) {
-          return reinterpret_cast<T*>(shared.dgates[column]) + local * GATES;
+          return reinterpret_cast<T*>(shared.dgates[column]) + local_of(i) * GATES;
         };
 #pragma unroll
         for (int g = 0; g < GATES; ++g) {
@@ -460,17 +430,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
       sent = cycles();
 
-      T* const dgates_row =
-          dgates + (first_row + sequence_of(tile, 0)) * GATE_PITCH + unit;
 #pragma unroll
       for (int i = 0; i < ITEMS; ++i) {
-        if (!has_item(i)) continue;
-        dc(tile, i) = dc_now[i];
-        through(tile, i) = through_now[i];
         if (!active[i]) continue;
+        const i64 row = first_row + sequence_of(tile, i);
 #pragma unroll
         for (int g = 0; g < KEPT; ++g)
-          dgates_row[i * COLUMN_STEP * GATE_PITCH + g * HIDDEN] = from_float<T>(made[i][g]);
+          dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(made[i][g]);
       }
       if (AHEAD && TILES == 1 && step + 1 < steps) read(step + 1, tile, coming);
       if (lost) return;
@@ -487,11 +453,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int sequence = sequence_of(tile, i);
+      const int unit = unit_of(i), sequence = sequence_of(tile, i);
       if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
       const i64 state = state_base + sequence * HIDDEN + unit;
-      dh0[state] = from_float<T>(through(tile, i) + received(i));
-      if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc(tile, i));
+      dh0[state] = from_float<T>(through[tile][i] + received(i));
+      if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[tile][i]);
     }
     __syncthreads();  // the partial sums are read before the next tile's take their place
   }

@@ -17,6 +17,8 @@ SHARED_BYTES_RESERVED = 1024
 MOST_AT_ONCE_OF_TILES = 8
 SPARE_REGISTERS = 24
 """Left to the compiler where fragments have moved to shared memory: the estimates are tight."""
+SPARE_REGISTERS_OF_SPLIT = 5
+"""Its fragments are larger: one more than this asks for took longer than a few words spilled."""
 MOST_REGISTERS = {8: 255, 16: 128}
 """Of a thread, by the warps of a block: a multiprocessor has 65 536."""
 MOST_ESTIMATED = {8: 255, 16: 138}
@@ -156,8 +158,7 @@ class Plan:
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
         sums = self.cells + self.cells // 32 * 4
-        carried = self.tiles * 2 * self.cells if self.tiles > 1 else 4
-        exchanged = 4 * (partials * sums + 8 * self.eights * pitch + 4 + carried)
+        exchanged = 4 * (partials * sums + 8 * self.eights * pitch + 4)
         return exchanged + self._fragment_bytes(self.backward_warps) * self.backward_in_shared
 
     @property
@@ -170,9 +171,13 @@ class Plan:
     @property
     def backward_in_shared(self) -> int:
         """As `forward_in_shared`, of backward.cu."""
-        return self._in_shared(
-            self._backward_fragments, self._backward_registers_beside, self.backward_warps
-        )
+        fragments, beside = self._backward_fragments, self._backward_registers_beside
+        in_shared = self._in_shared(fragments, beside, self.backward_warps)
+        # SPLIT spills where the estimate has less than a fragment to spare: LSTM 985 took 2.71 us a
+        # step with all of them in registers, 2.27 with one in shared memory.
+        room = MOST_ESTIMATED[self.backward_warps] - fragments * self._fragment_registers - beside
+        is_full = self.precision == Precision.SPLIT and room < self._fragment_registers
+        return max(in_shared, 1) if is_full else in_shared
 
     @property
     def forward_registers(self) -> int:
@@ -260,9 +265,7 @@ class Plan:
         buffers = 1 if self.precision == Precision.SPLIT else 2
         # With one buffer the second half comes as the first is multiplied: seen to spill six words.
         loads = min(self._forward_chunks, buffers * self.forward_at_once, 8 // (3 - buffers))
-        each = (
-            5 if self.tiles == 1 else 4
-        )  # with several tiles, what is carried is in shared memory
+        each = 5 if self.tiles == 1 else 4  # several tiles carry in shared memory
         chains = max(2, self.eights)
         return 4 * loads * self.eights + 4 * chains * self.row_tiles + each * items + 24
 
@@ -282,7 +285,8 @@ class Plan:
         if lacking <= 0:
             return 0
         # One that is read from there needs registers too, for a while.
-        spare = SPARE_REGISTERS + self._fragment_registers
+        least = SPARE_REGISTERS_OF_SPLIT if self.precision == Precision.SPLIT else SPARE_REGISTERS
+        spare = least + self._fragment_registers
         return min(fragments, -(-(lacking + spare) // self._fragment_registers))
 
     def _fragment_bytes(self, warps: int) -> int:
