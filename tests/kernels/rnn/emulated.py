@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-shared", "-fPIC", "-w"]
-STANDS_IN_FOR = ("tensor_cores.cuh", "rnn/machine.cuh")
+STANDS_IN_FOR = ("tensor_cores.cuh", "rnn/machine.cuh", "rnn/cluster_machine.cuh")
 
 
 class Emulated:

@@ -35,6 +35,10 @@ struct alignas(16) uint4 {
   u32 x, y, z, w;
 };
 
+struct alignas(8) uint2 {
+  u32 x, y;
+};
+
 namespace emulator {
 
 struct Barrier {
@@ -63,6 +67,7 @@ struct Fiber {
 
 static std::vector<Fiber> fibers;
 static std::vector<Block> blocks;
+static std::vector<Barrier> clusters;
 static std::vector<std::unique_ptr<char[]>> stacks;  // kept from run to run, and not filled
 constexpr size_t STACK_BYTES = 64 * 1024;
 static ucontext_t scheduler;
@@ -108,6 +113,7 @@ inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::functi
   body = kernel;
   grid.x = blocks_in_grid;
   blocks.assign(blocks_in_grid, Block());
+  clusters.assign(blocks_in_grid, Barrier());
   fibers.assign(static_cast<size_t>(blocks_in_grid) * threads, Fiber());
   for (int b = 0; b < blocks_in_grid; ++b) {
     Block& block = blocks[b];
@@ -151,11 +157,12 @@ inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::functi
   return 1;
 }
 
-inline float* shared_memory() {
-  float* start = current->home->shared.data();
+inline float* shared_memory_of(Block& block) {
+  float* start = block.shared.data();
   while (reinterpret_cast<uintptr_t>(start) % 16) ++start;
   return start;
 }
+inline float* shared_memory() { return shared_memory_of(*current->home); }
 
 }  // namespace emulator
 
@@ -190,6 +197,9 @@ inline float shuffle_from(float value, int lane) {
 inline float __shfl_sync(u32, float value, int lane) { return shuffle_from(value, lane); }
 inline float __shfl_xor_sync(u32, float value, int mask) {
   return shuffle_from(value, threadIdx.x % 32 ^ mask);
+}
+inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
+  return __float_as_uint(shuffle_from(__uint_as_float(value), threadIdx.x % 32 ^ mask));
 }
 inline float __shfl_down_sync(u32, float value, int distance) {
   const int lane = threadIdx.x % 32 + distance;
@@ -264,6 +274,41 @@ inline void store_shared_by_device(void* target, u32 first, u32 second) {
   store_shared_by_device(static_cast<char*>(target) + 4, second);
 }
 inline void prefetch(const void*) {}
+
+// cluster_machine.cuh; a cluster is SIZE neighbouring blocks, as of a grid of one dimension.
+typedef char* SharedAddress;
+inline SharedAddress shared_address(const void* place) {
+  return static_cast<char*>(const_cast<void*>(place));
+}
+template <int SIZE>
+inline SharedAddress in_block(SharedAddress address, int rank) {
+  emulator::Block& there = emulator::blocks[blockIdx.x / SIZE * SIZE + rank];
+  return address - reinterpret_cast<char*>(emulator::shared_memory()) +
+         reinterpret_cast<char*>(emulator::shared_memory_of(there));
+}
+template <int SIZE, class... Words>
+inline void store_in_cluster(SharedAddress target, Words... words) {
+  const u32 all[] = {words...};
+  std::memcpy(target, all, sizeof(all));
+  emulator::moved = true;
+}
+inline void load_from_cluster(u32 (&word)[4], SharedAddress source) {
+  emulator::yield();
+  std::memcpy(word, source, 16);
+}
+inline u32 load_from_cluster(SharedAddress source) {
+  emulator::yield();
+  u32 word;
+  std::memcpy(&word, source, 4);
+  return word;
+}
+template <int SIZE>
+inline void wait_for_cluster() {
+  emulator::Barrier& barrier = emulator::clusters[blockIdx.x / SIZE];
+  barrier.members = SIZE * static_cast<int>(emulator::current->home->warps.size()) * 32;
+  emulator::wait(barrier);
+}
+
 inline u32 cycles() {
   static u32 count = 0;
   return count += 100;

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.rnn import status
+from hfai.kernels.rnn.cluster_plan import ClusterPlan
 from hfai.kernels.rnn.programs import Configuration, Program
 
 
@@ -74,8 +75,10 @@ def forward(
     plan, dtype, device = configuration.plan, configuration.dtype, gates.device
     directions, hidden = plan.directions, plan.hidden
     lstm = plan.cell.has_c
-    words = plan.exchange_elements(steps.steps, steps.batch) * dtype.itemsize // 4
-    exchange = torch.full((words,), -1, dtype=torch.int32, device=device)
+    exchange = None
+    if not isinstance(plan, ClusterPlan):
+        words = plan.exchange_elements(steps.steps, steps.batch) * dtype.itemsize // 4
+        exchange = torch.full((words,), -1, dtype=torch.int32, device=device)
     # In the shape in which it is returned: a view made without gradients may not be changed later.
     rows = (steps.rows,) if steps.lengths is not None else (steps.steps, steps.batch)
     y = gates.new_empty(*rows, directions * hidden)
@@ -90,10 +93,16 @@ def forward(
         *_both(weights),
         *_both(in_biases),
         *_both(hidden_biases),
-        *map(_pointer, (h0, c0, exchange, states, y, cells, hn, cn, steps.lengths, steps.offsets)),
+        *map(_pointer, (h0, c0)),
+        *(() if isinstance(plan, ClusterPlan) else (_pointer(exchange),)),
+        *map(_pointer, (states, y, cells, hn, cn, steps.lengths, steps.offsets)),
     ]
     program = configuration.forward(save)
     stream = torch._C._cuda_getCurrentRawStream(configuration.device)
+    if isinstance(plan, ClusterPlan):
+        grid = plan.clusters(steps.batch) * plan.forward_shape.cluster
+        _launch_clusters(configuration, program, grid, stream, pointers, steps)
+        return Forward(y, hn, cn, states, cells)
     for first, count in _waves(program, plan.groups(steps.batch)):
         program.kernel.launch(
             count * plan.blocks,
@@ -148,6 +157,11 @@ def backward(
         *_both(weights),
         *map(_pointer, (dgates, dh0, dc0)),
     ]
+    if isinstance(plan, ClusterPlan):
+        pointers += map(_pointer, (steps.lengths, steps.offsets))
+        grid = plan.clusters(steps.batch) * plan.backward_shape.cluster
+        _launch_clusters(configuration, program, grid, stream, pointers, steps)
+        return dgates, dh0, dc0
     for first, count in _waves(program, plan.groups(steps.batch)):
         mailbox = torch.zeros(plan.mailbox_floats(count), dtype=torch.float32, device=device)
         program.kernel.launch(
@@ -163,6 +177,28 @@ def backward(
             status.address(configuration.device),
         )
     return dgates, dh0, dc0
+
+
+def _launch_clusters(
+    configuration: Configuration,
+    program: Program,
+    grid: int,
+    stream: int,
+    pointers: Sequence[int],
+    steps: Steps,
+) -> None:
+    """Launch any number of clusters: the device runs them as it has room."""
+    if program.groups_at_once < 1:
+        raise RefusedError("the device has no room for a cluster of the recurrent kernel's blocks")
+    program.kernel.launch(
+        grid,
+        stream,
+        *pointers,
+        steps.steps,
+        steps.batch,
+        steps.rows,
+        status.address(configuration.device),
+    )
 
 
 def _waves(program: Program, groups: int) -> list[tuple[int, int]]:

@@ -1,0 +1,337 @@
+// The gradient of one recurrent layer's steps, last to first, for COLUMNS sequences, in one cluster.
+//
+// A block computes the gates' gradients of its own UNITS units. What a step needs from the next one
+// is dh[unit] = sum over all rows of W[row][unit] * dgate[row]. As in backward.cu a block holds the
+// rows of its own units, makes a partial sum for every unit there is and sends each owner its part,
+// here into the owner's shared memory; the owner adds the CLUSTER parts in a fixed order.
+// In each step
+//   1. a thread for each unit and sequence waits for its partial sums, adds them, and makes the
+//      gates' gradients, for the products afterwards and, in shared memory, for this block's;
+//   2. (barrier of the block) every warp multiplies them with its stretch of the transposed matrix
+//      and sends.
+// Two slots of messages are used in turn and the lowest mantissa bit of each value says which step it
+// is of (exchange.cuh). A slot is overwritten only by those who have received what was made from its
+// last content.
+//
+// Memory: as in backward.cu, without its `mailbox`; rows of `states` have STATE_WIDTH elements.
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int WIDTH = UNITS * CLUSTER;
+constexpr int CHUNKS = ceil_div(ROWS, CHUNK);
+constexpr int M_TILES = ceil_div(WIDTH, 16 * WARPS);  // a warp's
+constexpr int CELLS = UNITS * COLUMNS;
+constexpr int ITEMS = ceil_div(CELLS, THREADS);
+constexpr int IN_WORD = SHORT_MESSAGES ? 2 : 1;
+constexpr int MESSAGE = CELLS / IN_WORD;  // words, from one block to another
+// Steps ahead of their use at which what forward kept is asked for from memory.
+constexpr int PREFETCHED = 3;
+static_assert(UNITS % 8 == 0, "eight rows of a tile go to one block");
+static_assert(!SHORT_MESSAGES || PRECISION == HALF, "two values of T make a word");
+// Of the gates' gradients, in bytes: vectors of one column, such that no two lanes of a quarter of a
+// warp meet in a bank.
+constexpr int VECTOR_PITCH = SENT_COLUMNS * 16 + 32;
+constexpr int GRADIENTS = CHUNKS * 4 * VECTOR_PITCH;
+
+// [2][CLUSTER][MESSAGE] messages, [2][GRADIENTS], and then the matrix's part
+extern __shared__ float memory[];
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hfai_rnn_cluster_backward(const T* kept, const T* cells, const T* c0, const T* states,
+                              const T* dy, const T* dhn, const T* dcn, const T* weight_0,
+                              const T* weight_1, T* dgates, T* dh0, T* dc0, const i64* lengths,
+                              const i64* offsets, i64 steps, i64 batch, i64 rows, u32* status) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = blockIdx.x % CLUSTER, group = blockIdx.x / CLUSTER;
+  const int direction = group % DIRECTIONS;
+  const int first_sequence = group / DIRECTIONS * COLUMNS;
+  const T* weight = direction ? weight_1 : weight_0;
+  kept += direction * rows * GATE_PITCH;
+  dgates += direction * rows * GATE_PITCH;
+  cells += direction * rows * HIDDEN;
+  states += direction * (steps + 1) * batch * STATE_WIDTH;
+  const i64 state_base = direction * batch * HIDDEN;
+  Patience patience(status);
+  char* const gradients = reinterpret_cast<char*>(memory) + 2 * CLUSTER * MESSAGE * 4;
+
+  Matrix<M_TILES, CHUNKS> matrix(gradients + 2 * GRADIENTS);
+  matrix.load([&](int row, int k) {
+    const int to = warp * M_TILES * 16 + row, unit = rank * UNITS + k / GATES;
+    if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
+    return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
+  });
+  for (int i = threadIdx.x; i < 2 * CLUSTER * MESSAGE + GRADIENTS / 2; i += THREADS)
+    memory[i] = 0.0f;
+
+  // Item i is the cell of sequence `sequence_of(i)` and a unit of this block's.
+  auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
+  auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
+  auto unit_of = [&](int i) { return rank * UNITS + item_of(i) / COLUMNS; };
+  auto sequence_of = [&](int i) { return first_sequence + item_of(i) % COLUMNS; };
+  // `through` is what of dh passes a step beside the recurrent product.
+  float dc[ITEMS], through[ITEMS];
+  i64 length[ITEMS];  // steps of the item's sequence
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    const int unit = unit_of(i), sequence = sequence_of(i);
+    const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
+    const i64 state = state_base + sequence * HIDDEN + unit;
+    through[i] = real && dhn ? to_float(dhn[state]) : 0.0f;
+    dc[i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
+    length[i] = !real ? 0 : lengths ? lengths[sequence] : steps;
+  }
+
+  const SharedAddress messages = shared_address(memory);
+  u32 word[ITEMS][CLUSTER];
+  auto fetch = [&](i64 step) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+      for (int from = 0; from < CLUSTER; ++from)
+        if (has_item(i))
+          word[i][from] = load_from_cluster(
+              messages +
+              (((step & 1) * CLUSTER + from) * MESSAGE + item_of(i) / IN_WORD) * 4);
+  };
+  auto waiting = [&](i64 step) {
+    u32 differ = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+#pragma unroll
+      for (int from = 0; from < CLUSTER; ++from)
+        if (has_item(i)) differ |= word[i][from] ^ tag_of(step);
+    return (differ & 1) != 0 && patience.again();
+  };
+  auto receive = [&](i64 step) {
+    fetch(step);
+    while (__any_sync(0xffffffffu, waiting(step))) fetch(step);
+    patience.rest();
+  };
+  auto received = [&](int i) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int from = 0; from < CLUSTER; ++from) {
+      if constexpr (SHORT_MESSAGES)
+        sum += value_of_half<T>(item_of(i) % 2 ? word[i][from] >> 16 : word[i][from] & 0xfffeu);
+      else
+        sum += without_tag(word[i][from]);
+    }
+    return sum;
+  };
+
+  auto time_of = [&](i64 step) { return direction ? step : steps - 1 - step; };
+  auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
+  // What forward left of a step for a thread's items, and the gradient of y.
+  struct Kept {
+    T value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
+  };
+  // Reads that, and asks for what a later step will read. `other_row`: the first row of the step that
+  // backward comes to next, if there is one.
+  auto read = [&](i64 step, i64 first_row, i64 other_row, Kept& read) {
+    const i64 t = time_of(step);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int unit = unit_of(i), sequence = sequence_of(i);
+      read.dh[i] = read.c_now[i] = read.before[i] = from_float<T>(0.0f);
+#pragma unroll
+      for (int g = 0; g < KEPT; ++g) read.value[i][g] = from_float<T>(0.0f);
+      if (t >= length[i]) continue;
+      const i64 row = first_row + sequence;
+      if (!offsets && step + PREFETCHED + 1 < steps) {
+        const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
+        if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
+        if constexpr (KEPT > 1)
+#pragma unroll
+          for (int g = 0; g < KEPT; ++g) prefetch(kept + later * GATE_PITCH + g * HIDDEN + unit);
+        if constexpr (CELL == LSTM)
+          prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
+      }
+      if (dy) read.dh[i] = dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit];
+      if constexpr (KEPT > 1)
+#pragma unroll
+        for (int g = 0; g < KEPT; ++g) read.value[i][g] = kept[row * GATE_PITCH + g * HIDDEN + unit];
+      if constexpr (CELL == LSTM) {
+        // The row before in time: packed sequences have one only where the step before does.
+        read.c_now[i] = cells[row * HIDDEN + unit];
+        const bool first = direction ? t + 1 >= length[i] : t == 0;
+        if (!first)
+          read.before[i] = cells[(other_row + sequence) * HIDDEN + unit];
+        else if (c0)
+          read.before[i] = c0[state_base + sequence * HIDDEN + unit];
+      } else {  // GRU: h before the step; RNN: h after it
+        const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
+        read.before[i] = states[(slot * batch + sequence) * STATE_WIDTH + unit];
+      }
+    }
+  };
+  // The first row of a step; of the step before the first in time, where the last reads none, 0.
+  auto row_at = [&](i64 step) { return step < steps ? row_of(time_of(step)) : 0; };
+  i64 row_now = 0, row_next = row_at(0), row_after = row_at(1);
+  Kept coming;
+  if (steps > 0) read(0, row_next, row_at(1), coming);
+
+  wait_for_cluster<CLUSTER>();  // everybody's slots are zeros
+
+  for (i64 step = 0; step < steps; ++step) {
+    const i64 t = time_of(step);
+    row_now = row_next;
+    row_next = row_after;
+    row_after = row_at(step + 2);
+    char* const step_gradients = gradients + (step & 1) * GRADIENTS;
+
+    // Each gate's gradient is a multiple of dh or, for LSTM, dc: the factors are made while the partial
+    // sums are on their way.
+    float factor[ITEMS][KEPT], dh[ITEMS], of_dc[ITEMS], forget[ITEMS];
+    bool active[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      active[i] = t < length[i];
+      dh[i] = to_float(coming.dh[i]);
+      const float before = to_float(coming.before[i]);
+      float v[KEPT];
+#pragma unroll
+      for (int g = 0; g < KEPT; ++g) v[g] = to_float(coming.value[i][g]);
+      of_dc[i] = forget[i] = 0.0f;
+      if constexpr (CELL == LSTM) {
+        const float tanh_c = hyperbolic_tangent(to_float(coming.c_now[i]));
+        of_dc[i] = v[3] * (1.0f - tanh_c * tanh_c);
+        forget[i] = v[1];
+        factor[i][0] = v[2] * v[0] * (1.0f - v[0]);
+        factor[i][1] = before * v[1] * (1.0f - v[1]);
+        factor[i][2] = v[0] * (1.0f - v[2] * v[2]);
+        factor[i][3] = tanh_c * v[3] * (1.0f - v[3]);
+      } else if constexpr (CELL == GRU) {
+        factor[i][0] = (1.0f - v[1]) * (1.0f - v[2] * v[2]);
+        factor[i][1] = v[3] * v[0] * (1.0f - v[0]);
+        factor[i][2] = (before - v[2]) * v[1] * (1.0f - v[1]);
+        factor[i][3] = v[0];
+        forget[i] = v[1];
+      } else {
+        factor[i][0] = CELL == RNN_RELU ? (before > 0.0f ? 1.0f : 0.0f) : 1.0f - before * before;
+      }
+    }
+    if (step > 0) receive(step - 1);
+
+    float d[ITEMS][KEPT];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      if (!has_item(i)) continue;
+      const float carried = through[i] + (step > 0 ? received(i) : 0.0f);
+      dh[i] += carried;
+      if constexpr (CELL == LSTM) {
+        const float dcell = dc[i] + dh[i] * of_dc[i];
+#pragma unroll
+        for (int g = 0; g < 3; ++g) d[i][g] = dcell * factor[i][g];
+        d[i][KEPT - 1] = dh[i] * factor[i][KEPT - 1];
+        through[i] = 0.0f;
+        if (active[i]) dc[i] = dcell * forget[i];
+      } else if constexpr (CELL == GRU) {
+        d[i][0] = dh[i] * factor[i][0];
+        d[i][KEPT / 2 - 1] = d[i][0] * factor[i][KEPT / 2 - 1];
+        d[i][KEPT / 2] = dh[i] * factor[i][KEPT / 2];
+        d[i][KEPT - 1] = d[i][0] * factor[i][KEPT - 1];
+        through[i] = dh[i] * forget[i];
+      } else {
+        // relu's zero is one of an infinite gradient too
+        d[i][0] = CELL == RNN_RELU && factor[i][0] == 0.0f ? 0.0f : dh[i] * factor[i][0];
+        through[i] = 0.0f;
+      }
+      if (!active[i]) {  // beyond the sequence's end: h passed this step unchanged
+        through[i] = carried;
+#pragma unroll
+        for (int g = 0; g < KEPT; ++g) d[i][g] = 0.0f;
+      }
+      // For the recurrent product: rows unit * GATES + gate.
+      const int first = item_of(i) / COLUMNS * GATES;
+      auto put = [&](int column, auto part_of) {
+        auto place = [&](int k) {
+          return step_gradients + k / VECTOR * VECTOR_PITCH + column * 16 +
+                 k % VECTOR * static_cast<int>(sizeof(T));
+        };
+        float part[GATES];
+#pragma unroll
+        for (int g = 0; g < GATES; ++g) part[g] = part_of(d[i][CELL == GRU ? g + 1 : g]);
+        if constexpr (GATES == 4 && PRECISION == HALF) {
+          *reinterpret_cast<uint2*>(place(first)) =
+              uint2{pack_pair<T>(part[0], part[1]), pack_pair<T>(part[2], part[GATES - 1])};
+        } else if constexpr (GATES == 4) {
+          *reinterpret_cast<uint4*>(place(first)) =
+              uint4{__float_as_uint(part[0]), __float_as_uint(part[1]), __float_as_uint(part[2]),
+                    __float_as_uint(part[GATES - 1])};
+        } else {
+#pragma unroll
+          for (int g = 0; g < GATES; ++g)
+            *reinterpret_cast<T*>(place(first + g)) = from_float<T>(part[g]);
+        }
+      };
+      put(item_of(i) % COLUMNS, [](float gradient) { return for_products(gradient); });
+      if constexpr (PRECISION == SPLIT)
+        put(item_of(i) % COLUMNS + COLUMNS,
+            [](float gradient) { return rest_for_products(gradient); });
+    }
+    if (__syncthreads_or(patience.lost)) break;
+
+    const u32 tag = tag_of(step);
+    RightOperand right[CHUNKS];
+#pragma unroll
+    for (int k = 0; k < CHUNKS; ++k) {
+      u32 read[4] = {0, 0, 0, 0};
+      if (lane / 4 < SENT_COLUMNS) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(
+            step_gradients + (k * 4 + lane % 4) * VECTOR_PITCH + lane / 4 * 16);
+        read[0] = vector.x;
+        read[1] = vector.y;
+        read[2] = vector.z;
+        read[3] = vector.w;
+      }
+      right[k] = RightOperand(read);
+    }
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      float sums[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+      for (int k = 0; k < CHUNKS; ++k) matrix.multiply(sums[k % 2], m, k, right[k]);
+      float sum[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum[i] = sums[0][i] + sums[1][i];
+        if constexpr (PRECISION == SPLIT) sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], 2);
+      }
+      const int pair = lane % 4 * 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = (warp * M_TILES + m) * 16 + half * 8;  // of eight rows of one block
+        if (first >= WIDTH || pair >= COLUMNS) continue;
+        const SharedAddress place =
+            in_block<CLUSTER>(messages, first / UNITS) +
+            (((step & 1) * CLUSTER + rank) * MESSAGE +
+             ((first % UNITS + lane / 4) * COLUMNS + pair) / IN_WORD) * 4;
+        if constexpr (SHORT_MESSAGES)
+          store_in_cluster<CLUSTER>(place, with_tag(sum[half * 2], sum[half * 2 + 1], tag));
+        else
+          store_in_cluster<CLUSTER>(place, with_tag(sum[half * 2], tag),
+                                    with_tag(sum[half * 2 + 1], tag));
+      }
+    }
+    if (step + 1 < steps) read(step + 1, row_next, row_after, coming);
+
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      if (!active[i]) continue;
+      const i64 row = row_now + sequence_of(i);
+#pragma unroll
+      for (int g = 0; g < KEPT; ++g)
+        dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(d[i][g]);
+    }
+  }
+
+  if (steps > 0 && !patience.lost) receive(steps - 1);
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    const int unit = unit_of(i), sequence = sequence_of(i);
+    if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
+    const i64 state = state_base + sequence * HIDDEN + unit;
+    dh0[state] = from_float<T>(through[i] + (steps > 0 ? received(i) : 0.0f));
+    if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[i]);
+  }
+  wait_for_cluster<CLUSTER>();  // nobody's shared memory goes away while others store to it
+}

@@ -1,0 +1,178 @@
+"""How a recurrent layer of few hidden units is laid out on clusters, and whether it fits one at all.
+
+A cluster of blocks runs one direction for a few sequences, with the recurrent matrix in the
+registers of its threads; what blocks hand each other goes through their shared memory
+(cluster_forward.cu, cluster_backward.cu). The estimates of registers are checked against the
+assembler's own figures in tests/kernels/rnn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfai.kernels.jit import DeviceLimits
+from hfai.kernels.rnn.plan import SHARED_BYTES_RESERVED, Cell, Precision
+
+MOST_REGISTERS = {4: 255, 8: 255, 16: 128}
+"""Of a thread, by the warps of a block: a multiprocessor has 65 536."""
+SLOTS = 4
+"""Places for h of one step: `SLOTS` of cluster_forward.cu."""
+FORWARD_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one pass: the blocks of a cluster, the warps of a block, the units of a block."""
+
+    cluster: int
+    warps: int
+    units: int
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """The launch shapes and compile-time constants of both passes."""
+
+    cell: Cell
+    hidden: int
+    directions: int
+    precision: Precision
+    columns: int
+    """Sequences of the batch that a cluster takes."""
+    forward_shape: Shape
+    backward_shape: Shape
+    wide_rest: bool = True
+    """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
+    short_messages: bool = False
+    """HALF only: backward's partial sums travel in half precision, half the bytes."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a row of `states`: as matrix products want them aligned."""
+        return -(-self.hidden // 8) * 8
+
+    @property
+    def gate_pitch(self) -> int:
+        """Elements of a row of gates, a multiple of 8 so that matrix products are aligned."""
+        return -(-self.cell.kept * self.hidden // 8) * 8
+
+    def clusters(self, batch: int) -> int:
+        """Return the clusters that a batch of so many sequences makes."""
+        return self.directions * -(-batch // self.columns)
+
+    @property
+    def sent_columns(self) -> int:
+        """Columns of the right operand: SPLIT has each value in two parts."""
+        return 2 * self.columns if self.precision == Precision.SPLIT else self.columns
+
+    @property
+    def forward_tiles(self) -> int:
+        """Tiles of 16 rows that a warp of forward owns."""
+        return self.forward_shape.units // (self.forward_shape.warps * self.tile_units)
+
+    @property
+    def tile_units(self) -> int:
+        """Units of a tile of 16 rows in forward."""
+        return 16 if self.cell.gates == 1 else 4
+
+    @property
+    def backward_tiles(self) -> int:
+        """Tiles of 16 rows that a warp of backward owns."""
+        shape = self.backward_shape
+        return -(-shape.units * shape.cluster // (16 * shape.warps))
+
+    @property
+    def forward_shared_bytes(self) -> int:
+        """Dynamic shared memory of cluster_forward.cu."""
+        return SLOTS * 4 * self._forward_chunks * self._vector_pitch
+
+    @property
+    def backward_shared_bytes(self) -> int:
+        """Dynamic shared memory of cluster_backward.cu."""
+        shape = self.backward_shape
+        messages = 2 * 4 * shape.cluster * shape.units * self.columns
+        if self.short_messages:
+            messages //= 2
+        return messages + 2 * 4 * self._backward_chunks * self._vector_pitch
+
+    @property
+    def forward_registers(self) -> int:
+        """An estimate of cluster_forward.cu's registers a thread."""
+        tiles, chunks = self.forward_tiles, self._forward_chunks
+        cells = 4 if self.cell.gates == 1 else 1
+        matrix = tiles * chunks * self._fragment_registers
+        loads = 4 * min(chunks, 2 * FORWARD_AT_ONCE)
+        sums = 4 * tiles * min(chunks, 4 if tiles == 1 else 2)
+        beside = tiles * (cells * (2 + self.cell.gates) + 2 * self.cell.gates)
+        return matrix + max(loads + sums, 0) + beside + 48
+
+    @property
+    def backward_registers(self) -> int:
+        """An estimate of cluster_backward.cu's registers a thread."""
+        chunks, shape = self._backward_chunks, self.backward_shape
+        matrix = self.backward_tiles * chunks * self._fragment_registers
+        items = -(-shape.units * self.columns // (32 * shape.warps))
+        beside = items * (2 * self.cell.kept + 10)
+        return matrix + beside + max(4 * chunks + 8, items * shape.cluster) + 40
+
+    def fits(self, limits: DeviceLimits) -> bool:
+        """Whether a cluster can run on such a device."""
+        room = limits.shared_bytes_per_block - SHARED_BYTES_RESERVED
+        forward, backward = self.forward_shape, self.backward_shape
+        return (
+            limits.max_cluster > 1
+            and self.forward_shared_bytes <= room
+            and self.backward_shared_bytes <= room
+            and self.forward_registers <= MOST_REGISTERS[forward.warps]
+            and self.backward_registers <= MOST_REGISTERS[backward.warps]
+        )
+
+    def constants(self, *, forward: bool) -> dict[str, int | bool]:
+        """Return what the sources take by these names."""
+        shape = self.forward_shape if forward else self.backward_shape
+        return {
+            "CELL": int(self.cell),
+            "HIDDEN": self.hidden,
+            "DIRECTIONS": self.directions,
+            "PRECISION": int(self.precision),
+            "CLUSTER": shape.cluster,
+            "UNITS": shape.units,
+            "COLUMNS": self.columns,
+            "WARPS": shape.warps,
+            "WIDE_REST": self.wide_rest,
+            "IN_SHARED": 0,
+            "GATE_PITCH": self.gate_pitch,
+            "STATE_WIDTH": self.width,
+            **(
+                {
+                    "M_TILES": self.forward_tiles,
+                    "AT_ONCE": min(self._forward_chunks, FORWARD_AT_ONCE),
+                }
+                if forward
+                else {"SHORT_MESSAGES": self.short_messages}
+            ),
+        }
+
+    @property
+    def _chunk(self) -> int:
+        return 32 if self.precision == Precision.HALF else 16
+
+    @property
+    def _forward_chunks(self) -> int:
+        return -(-self.hidden // self._chunk)
+
+    @property
+    def _backward_chunks(self) -> int:
+        return -(-self.cell.gates * self.backward_shape.units // self._chunk)
+
+    @property
+    def _vector_pitch(self) -> int:
+        """Bytes from a vector of all columns to the next one."""
+        return 16 * self.sent_columns + 32
+
+    @property
+    def _fragment_registers(self) -> int:
+        """Registers that 16 rows of one chunk take."""
+        if self.precision == Precision.SPLIT:
+            return 16 if self.wide_rest else 12
+        return 8
