@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto sequence_of = [&](int i) { return first_sequence + item_of(i) % COLUMNS; };
   // `through` is what of dh passes a step beside the recurrent product.
   float dc[ITEMS], through[ITEMS];
-  i64 length[ITEMS];  // steps of the item's sequence
+  int length[ITEMS];  // steps of the item's sequence
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int unit = unit_of(i), sequence = sequence_of(i);
@@ -77,12 +77,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const i64 state = state_base + sequence * HIDDEN + unit;
     through[i] = real && dhn ? to_float(dhn[state]) : 0.0f;
     dc[i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
-    length[i] = !real ? 0 : lengths ? lengths[sequence] : steps;
+    length[i] = !real ? 0 : static_cast<int>(lengths ? lengths[sequence] : steps);
   }
 
   const SharedAddress messages = shared_address(memory);
   u32 word[ITEMS][CLUSTER];
-  auto fetch = [&](i64 step) {
+  auto fetch = [&](int step) {
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
 #pragma unroll
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               messages +
               (((step & 1) * CLUSTER + from) * MESSAGE + item_of(i) / IN_WORD) * 4);
   };
-  auto waiting = [&](i64 step) {
+  auto waiting = [&](int step) {
     u32 differ = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (has_item(i)) differ |= word[i][from] ^ tag_of(step);
     return (differ & 1) != 0 && patience.again();
   };
-  auto receive = [&](i64 step) {
+  auto receive = [&](int step) {
     fetch(step);
     while (__any_sync(0xffffffffu, waiting(step))) fetch(step);
     patience.rest();
@@ -118,16 +118,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     return sum;
   };
 
-  auto time_of = [&](i64 step) { return direction ? step : steps - 1 - step; };
-  auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
+  const int last = static_cast<int>(steps) - 1;  // step
+  auto time_of = [&](int step) { return direction ? step : last - step; };
+  auto row_of = [&](int t) { return offsets ? offsets[t] : static_cast<i64>(t) * batch; };
   // What forward left of a step for a thread's items, and the gradient of y.
   struct Kept {
     T value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
   };
   // Reads that, and asks for what a later step will read. `other_row`: the first row of the step that
   // backward comes to next, if there is one.
-  auto read = [&](i64 step, i64 first_row, i64 other_row, Kept& read) {
-    const i64 t = time_of(step);
+  auto read = [&](int step, i64 first_row, i64 other_row, Kept& read) {
+    const int t = time_of(step);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       const int unit = unit_of(i), sequence = sequence_of(i);
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int g = 0; g < KEPT; ++g) read.value[i][g] = from_float<T>(0.0f);
       if (t >= length[i]) continue;
       const i64 row = first_row + sequence;
-      if (!offsets && step + PREFETCHED + 1 < steps) {
+      if (!offsets && step + PREFETCHED < last) {
         const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
         if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
         if constexpr (KEPT > 1)
@@ -158,21 +159,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else if (c0)
           read.before[i] = c0[state_base + sequence * HIDDEN + unit];
       } else {  // GRU: h before the step; RNN: h after it
-        const i64 slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
-        read.before[i] = states[(slot * batch + sequence) * STATE_WIDTH + unit];
+        const int slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
+        read.before[i] = states[(static_cast<i64>(slot) * batch + sequence) * STATE_WIDTH + unit];
       }
     }
   };
   // The first row of a step; of the step before the first in time, where the last reads none, 0.
-  auto row_at = [&](i64 step) { return step < steps ? row_of(time_of(step)) : 0; };
+  auto row_at = [&](int step) { return step <= last ? row_of(time_of(step)) : i64{0}; };
   i64 row_now = 0, row_next = row_at(0), row_after = row_at(1);
   Kept coming;
   if (steps > 0) read(0, row_next, row_at(1), coming);
 
   wait_for_cluster<CLUSTER>();  // everybody's slots are zeros
 
-  for (i64 step = 0; step < steps; ++step) {
-    const i64 t = time_of(step);
+  for (int step = 0; step <= last; ++step) {
+    const int t = time_of(step);
     row_now = row_next;
     row_next = row_after;
     row_after = row_at(step + 2);
@@ -312,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                     with_tag(sum[half * 2 + 1], tag));
       }
     }
-    if (step + 1 < steps) read(step + 1, row_next, row_after, coming);
+    if (step < last) read(step + 1, row_next, row_after, coming);
 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -324,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  if (steps > 0 && !patience.lost) receive(steps - 1);
+  if (steps > 0 && !patience.lost) receive(last);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int unit = unit_of(i), sequence = sequence_of(i);

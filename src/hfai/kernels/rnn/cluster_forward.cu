@@ -3,7 +3,7 @@
 // ones, in any number, which the device runs as it has room.
 //
 // A warp owns M_TILES tiles of 16 rows of the recurrent matrix, for the whole summed dimension, and
-// keeps them in registers (and shared memory). LSTM and GRU: a tile is 4 units times 4 gates, laid out
+// keeps them in registers. LSTM and GRU: a tile is 4 units times 4 gates, laid out
 // so that lanes `lane` and `lane ^ 16` have a unit's four sums of two sequences; they trade, and each
 // has a cell of its own. RNN: a tile is 16 units. So no two warps of a block ever add up, and a step
 // has no barrier:
@@ -41,7 +41,12 @@ constexpr int LEVELS = GATES == 1 ? 0 : CLUSTER >= 4 ? 2 : CLUSTER == 2 || PRECI
 constexpr int SENDERS = 1 << LEVELS;
 constexpr int TARGETS = GATES == 1 ? CLUSTER : ceil_div(CLUSTER, SENDERS);  // a lane's
 
-extern __shared__ float memory[];  // [SLOTS][SLOT], and then the matrix's part
+union WeightVector {
+  uint4 whole;
+  T element[VECTOR];
+};
+
+extern __shared__ float memory[];  // [SLOTS][SLOT] bytes
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_rnn_cluster_forward(T* gates, const T* weight_0, const T* weight_1, const T* bias_input_0,
@@ -65,14 +70,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Patience patience(status);
 
   const int first_unit = rank * UNITS + warp * M_TILES * TILE_UNITS;  // of the warp
-  Matrix<M_TILES, CHUNKS> matrix(memory + SLOTS * SLOT / 4);
-  matrix.load([&](int row, int column) {
-    const int tile = row / 16, r = row % 16;
-    const int unit = first_unit + tile * TILE_UNITS + (GATES == 1 ? r : r % 4);
-    const int gate = GATES == 1 ? 0 : r % 8 / 4 * 2 + r / 8;
-    if (gate >= GATES || unit >= HIDDEN || column >= HIDDEN) return from_float<T>(0.0f);
-    return weight[static_cast<i64>(gate * HIDDEN + unit) * HIDDEN + column];
-  });
+  Fragment matrix[M_TILES][CHUNKS];
+  auto load = [&](auto read) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int unit = first_unit + m * TILE_UNITS +
+                         (GATES == 1 ? row_lane + 8 * half : row_lane % 4);
+        const int gate = GATES == 1 ? 0 : row_lane / 4 * 2 + half;
+        const T* const row = weight + static_cast<i64>(gate * HIDDEN + unit) * HIDDEN;
+        const int columns = gate < GATES && unit < HIDDEN ? HIDDEN : 0;
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+          const int first = chunk * CHUNK + quad * VECTOR;
+          WeightVector vector = {uint4{0, 0, 0, 0}};
+          read(vector, row + first, columns - first);
+          matrix[m][chunk].set_row(half, vector.element);
+        }
+      }
+  };
+  // Whole vectors where they lie as vectors do.
+  if (HIDDEN % VECTOR == 0 && reinterpret_cast<u64>(weight) % 16 == 0)
+    load([](WeightVector& vector, const T* source, int left) {
+      if (left > 0) vector.whole = *reinterpret_cast<const uint4*>(source);
+    });
+  else
+    load([](WeightVector& vector, const T* source, int left) {
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i)
+        if (i < left) vector.element[i] = source[i];
+    });
 
   // Places for h: absent where somebody will send, else zero.
   const SharedAddress slots = shared_address(memory);
@@ -118,11 +146,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   // What it carries from step to step, and the steps that its sequences have.
   float h[M_TILES][CELLS], c[M_TILES][CELLS];
-  i64 length[smaller(CELLS, 2)];
+  int length[smaller(CELLS, 2)];
 #pragma unroll
   for (int i = 0; i < smaller(CELLS, 2); ++i) {
     const bool there = column_of(i) < COLUMNS && sequence_of(i) < batch;
-    length[i] = !there ? 0 : lengths ? lengths[sequence_of(i)] : steps;
+    length[i] = !there ? 0 : static_cast<int>(lengths ? lengths[sequence_of(i)] : steps);
   }
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
@@ -132,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       h[m][i] = is_real(m, i) && h0 ? to_float(h0[state]) : 0.0f;
       c[m][i] = CELL == LSTM && is_real(m, i) && c0 ? to_float(c0[state]) : 0.0f;
     }
-  auto is_active = [&](i64 t, int m, int i) {
+  auto is_active = [&](int t, int m, int i) {
     return t < length[i % 2] && unit_of(m, i) < HIDDEN;
   };
 
@@ -274,15 +302,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           ABSENT, ABSENT, ABSENT);
   };
 
-  auto time_of = [&](i64 step) { return direction ? steps - 1 - step : step; };
-  auto row_of = [&](i64 t) { return offsets ? offsets[t] : t * batch; };
+  const int last = static_cast<int>(steps) - 1;  // step
+  auto time_of = [&](int step) { return direction ? last - step : step; };
+  auto row_of = [&](int t) { return offsets ? offsets[t] : static_cast<i64>(t) * batch; };
   auto input_at = [&](i64 first_row, int m, int i, int gate) {
     return gates + (first_row + sequence_of(i)) * GATE_PITCH + gate * HIDDEN + unit_of(m, i);
   };
   // Reads the gates' inputs of a step, and asks for those of a later one.
   T coming[M_TILES][CELLS][GATES];
-  auto read_input = [&](i64 step, i64 first_row) {
-    const i64 t = time_of(step);
+  auto read_input = [&](int step, i64 first_row) {
+    const int t = time_of(step);
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -293,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           if (!is_active(t, m, i)) continue;
           const T* source = input_at(first_row, m, i, gate);
           coming[m][i][gate] = *source;
-          if (!offsets && step + PREFETCHED < steps)
+          if (!offsets && step + PREFETCHED <= last)
             prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
         }
   };
@@ -306,11 +335,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (steps > 0) publish(0);
   keep(direction ? steps : 0);
 
-  for (i64 step = 0; step < steps; ++step) {
-    const i64 t = time_of(step);
+  for (int step = 0; step <= last; ++step) {
+    const int t = time_of(step);
     row_now = row_next;
     row_next = row_after;
-    const int slot = static_cast<int>(step) & (SLOTS - 1);
+    const int slot = step & (SLOTS - 1);
 
     float input[M_TILES][CELLS][GATES];
     float sum[M_TILES][CHAINS][4];
@@ -326,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const RightOperand right(word[part % BUFFERS][k]);
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
-          matrix.multiply(sum[m][k % CHAINS], m, part * AT_ONCE + k, right);
+          matrix[m][part * AT_ONCE + k].multiply(sum[m][k % CHAINS], right);
       }
     }
     patience.rest();
@@ -398,10 +427,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
       }
     }
-    if (step + 1 < steps) {
+    if (step < last) {
       publish((slot + 1) & (SLOTS - 1));
       read_input(step + 1, row_next);
-      if (step + 2 < steps) row_after = row_of(time_of(step + 2));
+      if (step + 1 < last) row_after = row_of(time_of(step + 2));
     }
 
     keep(direction ? t : t + 1);
