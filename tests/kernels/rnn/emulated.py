@@ -28,6 +28,11 @@ class Emulated:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.run
+        self._library = library
+
+    def mute(self, block: int) -> None:
+        """Lose what `block` stores into the shared memory of its cluster; -1: of no block."""
+        ctypes.c_int.in_dll(self._library, "muted_block").value = block
 
     def __call__(
         self, grid: int, block: int, shared_bytes: int, *arguments: Tensor | int | None

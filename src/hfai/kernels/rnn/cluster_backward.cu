@@ -172,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   wait_for_cluster<CLUSTER>();  // everybody's slots are zeros
 
+  bool lost = false;  // whether anybody in the block has waited in vain
   for (int step = 0; step <= last; ++step) {
     const int t = time_of(step);
     row_now = row_next;
@@ -269,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         put(item_of(i) % COLUMNS + COLUMNS,
             [](float gradient) { return rest_for_products(gradient); });
     }
-    if (__syncthreads_or(patience.lost)) break;
+    lost = __syncthreads_or(patience.lost);
+    if (lost) break;
 
     const u32 tag = tag_of(step);
     RightOperand right[CHUNKS];
@@ -325,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   }
 
-  if (steps > 0 && !patience.lost) receive(last);
+  if (steps > 0 && !lost) receive(last);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int unit = unit_of(i), sequence = sequence_of(i);

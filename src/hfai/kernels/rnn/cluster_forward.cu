@@ -359,7 +359,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
     patience.rest();
-    if (patience.lost) break;
     if (step > 0) empty((slot + SLOTS - 1) & (SLOTS - 1));
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -427,11 +426,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
       }
     }
+    // Who waits in vain goes on with what it has until it has sent: the check is off the chain here.
     if (step < last) {
       publish((slot + 1) & (SLOTS - 1));
       read_input(step + 1, row_next);
       if (step + 1 < last) row_after = row_of(time_of(step + 2));
     }
+    if (__any_sync(0xffffffffu, patience.lost)) break;
 
     keep(direction ? t : t + 1);
 #pragma unroll

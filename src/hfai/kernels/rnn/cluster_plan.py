@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from hfai.kernels.jit import DeviceLimits
 from hfai.kernels.rnn.plan import SHARED_BYTES_RESERVED, Cell, Precision
 
-MOST_REGISTERS = {4: 255, 8: 255, 16: 128}
-"""Of a thread, by the warps of a block: a multiprocessor has 65 536."""
+NOT_PORTABLE = {"sm_90": 16, "sm_100": 16}
+"""The largest cluster of architectures that have larger ones than all with clusters have."""
 SLOTS = 4
 """Places for h of one step: `SLOTS` of cluster_forward.cu."""
 FORWARD_AT_ONCE = 4
@@ -56,6 +56,12 @@ class ClusterPlan:
         """Elements of a row of gates, a multiple of 8 so that matrix products are aligned."""
         return -(-self.cell.kept * self.hidden // 8) * 8
 
+    @property
+    def where(self) -> str:
+        """In words, for `hfai.explain`."""
+        blocks = self.forward_shape.cluster
+        return f" on clusters of {blocks} blocks" if blocks > 1 else " on single blocks"
+
     def clusters(self, batch: int) -> int:
         """Return the clusters that a batch of so many sequences makes."""
         return self.directions * -(-batch // self.columns)
@@ -84,7 +90,7 @@ class ClusterPlan:
     @property
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of cluster_forward.cu."""
-        return SLOTS * 4 * self._forward_chunks * self._vector_pitch
+        return SLOTS * 4 * self.forward_chunks * self._vector_pitch
 
     @property
     def backward_shared_bytes(self) -> int:
@@ -93,38 +99,36 @@ class ClusterPlan:
         messages = 2 * 4 * shape.cluster * shape.units * self.columns
         if self.short_messages:
             messages //= 2
-        return messages + 2 * 4 * self._backward_chunks * self._vector_pitch
+        return messages + 2 * 4 * self.backward_chunks * self._vector_pitch
 
     @property
     def forward_registers(self) -> int:
         """An estimate of cluster_forward.cu's registers a thread."""
-        tiles, chunks = self.forward_tiles, self._forward_chunks
+        tiles, chunks = self.forward_tiles, self.forward_chunks
         cells = 4 if self.cell.gates == 1 else 1
         matrix = tiles * chunks * self._fragment_registers
         loads = 4 * min(chunks, 2 * FORWARD_AT_ONCE)
         sums = 4 * tiles * min(chunks, 4 if tiles == 1 else 2)
         beside = tiles * (cells * (2 + self.cell.gates) + 2 * self.cell.gates)
-        return matrix + max(loads + sums, 0) + beside + 48
+        return matrix + loads + sums + beside + 30
 
     @property
     def backward_registers(self) -> int:
         """An estimate of cluster_backward.cu's registers a thread."""
-        chunks, shape = self._backward_chunks, self.backward_shape
+        chunks, shape = self.backward_chunks, self.backward_shape
         matrix = self.backward_tiles * chunks * self._fragment_registers
         items = -(-shape.units * self.columns // (32 * shape.warps))
         beside = items * (2 * self.cell.kept + 10)
-        return matrix + beside + max(4 * chunks + 8, items * shape.cluster) + 40
+        return matrix + beside + max(4 * chunks + 8, items * shape.cluster) + 44
 
-    def fits(self, limits: DeviceLimits) -> bool:
-        """Whether a cluster can run on such a device."""
-        room = limits.shared_bytes_per_block - SHARED_BYTES_RESERVED
-        forward, backward = self.forward_shape, self.backward_shape
-        return (
-            limits.max_cluster > 1
-            and self.forward_shared_bytes <= room
-            and self.backward_shared_bytes <= room
-            and self.forward_registers <= MOST_REGISTERS[forward.warps]
-            and self.backward_registers <= MOST_REGISTERS[backward.warps]
+    def fits_forward(self, limits: DeviceLimits) -> bool:
+        """Whether forward's cluster can run on such a device."""
+        return _fits(limits, self.forward_shape, self.forward_registers, self.forward_shared_bytes)
+
+    def fits_backward(self, limits: DeviceLimits) -> bool:
+        """Whether backward's cluster can run on such a device."""
+        return _fits(
+            limits, self.backward_shape, self.backward_registers, self.backward_shared_bytes
         )
 
     def constants(self, *, forward: bool) -> dict[str, int | bool]:
@@ -146,7 +150,7 @@ class ClusterPlan:
             **(
                 {
                     "M_TILES": self.forward_tiles,
-                    "AT_ONCE": min(self._forward_chunks, FORWARD_AT_ONCE),
+                    "AT_ONCE": min(self.forward_chunks, FORWARD_AT_ONCE),
                 }
                 if forward
                 else {"SHORT_MESSAGES": self.short_messages}
@@ -158,11 +162,13 @@ class ClusterPlan:
         return 32 if self.precision == Precision.HALF else 16
 
     @property
-    def _forward_chunks(self) -> int:
+    def forward_chunks(self) -> int:
+        """Chunks of the summed dimension in forward: all of h."""
         return -(-self.hidden // self._chunk)
 
     @property
-    def _backward_chunks(self) -> int:
+    def backward_chunks(self) -> int:
+        """Chunks of the summed dimension in backward: a block's own rows."""
         return -(-self.cell.gates * self.backward_shape.units // self._chunk)
 
     @property
@@ -176,3 +182,18 @@ class ClusterPlan:
         if self.precision == Precision.SPLIT:
             return 16 if self.wide_rest else 12
         return 8
+
+
+def most_registers(warps: int) -> int:
+    """Return what a thread may have: a multiprocessor has 65 536, given out by the eight."""
+    return min(255, 65536 // (32 * warps) // 8 * 8)
+
+
+def _fits(limits: DeviceLimits, shape: Shape, registers: int, shared_bytes: int) -> bool:
+    most = NOT_PORTABLE.get(limits.architecture, limits.max_cluster)
+    return (
+        limits.max_cluster > 1
+        and shape.cluster <= most
+        and shared_bytes <= limits.shared_bytes_per_block - SHARED_BYTES_RESERVED
+        and registers <= most_registers(shape.warps)
+    )

@@ -1,0 +1,146 @@
+"""Which layers run on clusters of blocks, and in which shapes.
+
+The shapes are those with the least estimated time; the estimate is fitted to what was measured on an
+H200 (docs/kernels/rnn_cluster.md), and orders shapes rather than predicts times. Whether clusters
+are used at all is decided by bounds that were measured, below which they beat both the kernels that
+exchange through the second-level cache and cuDNN's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from hfai.kernels.jit import DeviceLimits
+from hfai.kernels.rnn.cluster_plan import ClusterPlan, Shape
+from hfai.kernels.rnn.plan import Cell, Precision
+
+CLUSTERS = (1, 2, 4, 8, 16)
+WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+MOST_TILES = 4  # of a warp of forward
+
+# Cycles, on one multiprocessor: of a trip to another's shared memory, of a product of a warp that has
+# a quarter of the multiprocessor for itself, of one that waits for another's sum, of a lane's cells of
+# one tile; and bytes a cycle that reach its shared memory from others, and its own warps from it.
+TRIP = 450
+PRODUCT = 8
+CHAINED_PRODUCT = 33
+CELLS = 60
+RECEIVED_BYTES = 14
+READ_BYTES = 128
+
+
+# The largest hidden sizes and batches with which clusters were measured to be faster than the other
+# kernels and cuDNN; 0: none yet.
+MOST_UNITS = {Precision.TF32: 0, Precision.SPLIT: 0, Precision.HALF: 0}
+MOST_SEQUENCES = 128
+
+
+def choose_where_faster(
+    cell: Cell,
+    hidden: int,
+    directions: int,
+    batch: int,
+    precision: Precision,
+    limits: DeviceLimits,
+) -> ClusterPlan | None:
+    """As `choose`, but None too where another way was measured to be faster."""
+    if hidden > MOST_UNITS[precision] or batch > MOST_SEQUENCES:
+        return None
+    return choose(cell, hidden, directions, batch, precision, limits)
+
+
+@functools.cache
+def choose(
+    cell: Cell,
+    hidden: int,
+    directions: int,
+    batch: int,
+    precision: Precision,
+    limits: DeviceLimits,
+) -> ClusterPlan | None:
+    """Return the plan that should be the fastest, or None where none fits the device."""
+    columns = 4 if precision is Precision.SPLIT or batch <= 4 else 8
+    best = None
+    for forward, backward in _shapes(cell, hidden, directions, columns, precision, limits):
+        best = ClusterPlan(cell, hidden, directions, precision, columns, forward, backward)
+    return best
+
+
+def _shapes(
+    cell: Cell, hidden: int, directions: int, columns: int, precision: Precision,
+    limits: DeviceLimits,
+) -> Iterator[tuple[Shape, Shape]]:  # fmt: skip
+    """Yield the best shapes of both passes, if there are any."""
+
+    def plan(forward: Shape, backward: Shape) -> ClusterPlan:
+        return ClusterPlan(cell, hidden, directions, precision, columns, forward, backward)
+
+    backward_stand_in = Shape(1, 16, 8)
+    forward = [
+        shape
+        for shape in forward_shapes(cell, hidden)
+        if plan(shape, backward_stand_in).fits_forward(limits)
+    ]
+    backward = [
+        shape
+        for shape in backward_shapes(hidden)
+        if plan(forward[0] if forward else shape, shape).fits_backward(limits)
+    ]
+    if forward and backward:
+        yield (
+            min(forward, key=lambda shape: forward_cycles(plan(shape, backward[0]))),
+            min(backward, key=lambda shape: backward_cycles(plan(forward[0], shape))),
+        )
+
+
+def forward_shapes(cell: Cell, hidden: int) -> Iterator[Shape]:
+    """Yield the shapes that forward may have, whether or not they fit."""
+    tile = 16 if cell.gates == 1 else 4
+    tiles = -(-hidden // tile)
+    for cluster in CLUSTERS:
+        for warps in WARPS:
+            of_warp = -(-tiles // (cluster * warps))
+            units = warps * of_warp * tile
+            # Not more warps than there is work for, and whole vectors of h.
+            spare = cluster * units - hidden
+            if of_warp <= MOST_TILES and units * cluster % 8 == 0 and spare < max(units, 8):
+                yield Shape(cluster, warps, units)
+
+
+def backward_shapes(hidden: int) -> Iterator[Shape]:
+    """Yield the shapes that backward may have, whether or not they fit."""
+    for cluster in CLUSTERS:
+        units = -(-hidden // (8 * cluster)) * 8
+        if cluster * units - hidden >= units:
+            continue  # blocks without units
+        for warps in (4, 6, 8, 12, 16):
+            yield Shape(cluster, warps, units)
+
+
+def forward_cycles(plan: ClusterPlan) -> float:
+    """Return an estimate of the cycles of a step."""
+    shape, chunks = plan.forward_shape, plan.forward_chunks
+    per_chunk = 3 if plan.precision is Precision.SPLIT else 1
+    products = 2 * per_chunk * chunks * plan.forward_tiles * max(1, shape.warps / 4) * PRODUCT
+    chained = 2 * per_chunk * chunks / min(chunks, 4 if plan.forward_tiles == 1 else 2)
+    row = 64 * chunks * plan.sent_columns  # bytes of h
+    read = shape.warps * row / READ_BYTES
+    cells = CELLS * plan.forward_tiles * (4 if plan.cell.gates == 1 else 1)
+    cycles = max(products, chained * CHAINED_PRODUCT) + read + cells
+    return cycles + (TRIP + row / RECEIVED_BYTES if shape.cluster > 1 else 0)
+
+
+def backward_cycles(plan: ClusterPlan) -> float:
+    """Return an estimate of the cycles of a step."""
+    shape, chunks = plan.backward_shape, plan.backward_chunks
+    per_chunk = 3 if plan.precision is Precision.SPLIT else 1
+    items = -(-shape.units * plan.columns // (32 * shape.warps))
+    work = 2 * per_chunk * chunks * plan.backward_tiles
+    products = work * max(1, shape.warps / 4) * PRODUCT
+    chained = per_chunk * chunks * CHAINED_PRODUCT
+    read = shape.warps * 64 * chunks * plan.sent_columns / READ_BYTES
+    cells = items * (CELLS + 4 * shape.cluster)
+    sent = 4 * shape.units * shape.cluster * plan.columns
+    cycles = max(products, chained) + read + cells
+    return cycles + (TRIP + sent / RECEIVED_BYTES if shape.cluster > 1 else sent / READ_BYTES)
