@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hfai.kernels import coverage, jit
-from hfai.kernels.rnn import autograd, call, dispatch, launch, status
+from hfai.kernels.rnn import autograd, call, cluster_dispatch, dispatch, launch, status
 from hfai.kernels.rnn.launch import Forward, Steps
-from hfai.kernels.rnn.plan import Cell
+from hfai.kernels.rnn.plan import Cell, Precision
 from hfai.kernels.rnn.programs import Configuration, refused
 from tests.kernels.compiled import DEVICES
 
@@ -152,6 +152,8 @@ def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dispatch, "MOST_SEQUENCES", 1 << 16)
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))
+    monkeypatch.setattr(cluster_dispatch, "MOST_SEQUENCES", 1 << 16)
+    monkeypatch.setattr(cluster_dispatch, "MOST_UNITS", dict.fromkeys(Precision, 1 << 16))
     call._found.cache_clear()
     yield
     call._found.cache_clear()
