@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import hfai
 from hfai.kernels.rnn import call, status
 from hfai.kernels.rnn.cluster_plan import ClusterPlan
+from hfai.nn import to_hfai
 from hfai.nn.rnn import _stack
 from tests.gpu.nn.test_rnn import (
     BF16,
@@ -137,7 +138,7 @@ def test_a_captured_graph_replays() -> None:
 
 
 def test_explain_says_how_the_layer_runs() -> None:
-    layer = hfai.to_hfai(nn.LSTM(128, 128)).to(CUDA, BF16)
+    layer = to_hfai(nn.LSTM(128, 128)).to(CUDA, BF16)
     (path,) = hfai.explain(layer)
     plan = plan_of(layer, BF16, 1, 40)
     assert path.path == "hfai"

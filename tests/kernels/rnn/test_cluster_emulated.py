@@ -1,4 +1,4 @@
-"""The cluster kernels' own sources, run thread by thread on the CPU, make the buffers they promise."""
+"""The cluster kernels' own sources, run on the CPU, make the buffers that they promise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which layers run on clusters of blocks, and in which shapes.
 
-The shapes are those with the least estimated time; the estimate is fitted to what was measured on an
-H200 (docs/kernels/rnn_cluster.md), and orders shapes rather than predicts times. Whether clusters
+The shapes are those with the least estimated time; the estimate is fitted to what was measured on
+an H200 (docs/kernels/rnn_cluster.md), and orders shapes rather than predicts times. Whether clusters
 are used at all is decided by bounds that were measured, below which they beat both the kernels that
 exchange through the second-level cache and cuDNN's.
 """
@@ -19,9 +19,9 @@ CLUSTERS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MOST_TILES = 4  # of a warp of forward
 
-# Cycles, on one multiprocessor: of a trip to another's shared memory, of a product of a warp that has
-# a quarter of the multiprocessor for itself, of one that waits for another's sum, of a lane's cells of
-# one tile; and bytes a cycle that reach its shared memory from others, and its own warps from it.
+# Cycles, on one multiprocessor: of a trip to another's shared memory, of a product of a warp that
+# has a quarter of the multiprocessor for itself, of one that waits for another's sum, of a lane's
+# cells of one tile; and bytes a cycle that reach its shared memory, and its own warps from it.
 TRIP = 450
 PRODUCT = 8
 CHAINED_PRODUCT = 33

@@ -1,4 +1,4 @@
-"""How a recurrent layer of few hidden units is laid out on clusters, and whether it fits one at all.
+"""How a recurrent layer of few hidden units is laid out on clusters, and whether it fits one.
 
 A cluster of blocks runs one direction for a few sequences, with the recurrent matrix in the
 registers of its threads; what blocks hand each other goes through their shared memory
