@@ -1,4 +1,4 @@
-"""Plans on clusters fit their device, cover their layer, and are used only where they are faster."""
+"""Plans on clusters fit their device, cover their layer, and are used where they are faster."""
 
 from __future__ import annotations
 

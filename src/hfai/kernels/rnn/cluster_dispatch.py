@@ -1,9 +1,9 @@
 """Which layers run on clusters of blocks, and in which shapes.
 
 The shapes are those with the least estimated time; the estimate is fitted to what was measured on
-an H200 (docs/kernels/rnn_cluster.md), and orders shapes rather than predicts times. Whether clusters
-are used at all is decided by bounds that were measured, below which they beat both the kernels that
-exchange through the second-level cache and cuDNN's.
+an H200 (docs/kernels/rnn_cluster.md), and orders shapes rather than predicts times. Whether
+clusters are used at all is decided by bounds that were measured, below which they beat both the
+kernels that exchange through the second-level cache and cuDNN's.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ constexpr int SLOTS = 4;
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 constexpr int BUFFERS = smaller(PARTS, 2);
 constexpr int CHAINS = smaller(CHUNKS, M_TILES == 1 ? 4 : 2);  // of products that wait for each other
-// Steps ahead of its use at which a gate's input is asked for from memory.
-constexpr int PREFETCHED = 3;
+// Steps ahead of its use at which a gate's input is read: what comes from memory takes one or two.
+constexpr int AHEAD = 2;
 // How often lanes of a sequence put their values together before they send: then one of 2^LEVELS has
 // 2^LEVELS units for every 2^LEVELS-th block.
 constexpr int LEVELS = GATES == 1 ? 0 : CLUSTER >= 4 ? 2 : CLUSTER == 2 || PRECISION == HALF ? 1 : 0;
@@ -45,6 +45,8 @@ union WeightVector {
   uint4 whole;
   T element[VECTOR];
 };
+
+constexpr int Y_PITCH = DIRECTIONS * HIDDEN;
 
 extern __shared__ float memory[];  // [SLOTS][SLOT] bytes
 
@@ -65,7 +67,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   gates += direction * rows * GATE_PITCH;
   cells += direction * rows * HIDDEN;
   states += direction * (steps + 1) * batch * STATE_WIDTH;
-  const i64 y_pitch = DIRECTIONS * HIDDEN;
   y += direction * HIDDEN;
   Patience patience(status);
 
@@ -256,8 +257,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
     }
   };
+  // A lane's part of h comes in rounds of AT_ONCE chunks.
+  const SharedAddress mine = slots + quad * VECTOR_PITCH + row_lane % SENT_COLUMNS * 16;
+  u32 word[BUFFERS][AT_ONCE][4];
+  // Lanes beyond the last column repeat others': what they make of it is in columns nobody reads.
+  auto fetch = [&](int slot, int part) {
+#pragma unroll
+    for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k)
+      load_from_cluster(word[part % BUFFERS][k],
+                        mine + slot * SLOT + (part * AT_ONCE + k) * 4 * VECTOR_PITCH);
+  };
+  auto waiting = [&](int part) {
+    bool absent = false;
+#pragma unroll
+    for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k)
+      absent = absent || any_absent(word[part % BUFFERS][k]);
+    return absent && patience.again();
+  };
+  auto empty = [&](int slot) {
+#pragma unroll
+    for (int round = 0; round < ceil_div(SENT_VECTORS * SENT_COLUMNS, THREADS); ++round) {
+      const int i = static_cast<int>(threadIdx.x) + round * THREADS;
+      if (i < SENT_VECTORS * SENT_COLUMNS)
+        store_in_cluster<1>(
+            slots + i / SENT_COLUMNS * VECTOR_PITCH + i % SENT_COLUMNS * 16 + slot * SLOT, ABSENT,
+            ABSENT, ABSENT, ABSENT);
+    }
+  };
+
+  const int last = static_cast<int>(steps) - 1;  // step
+  auto time_of = [&](int step) { return direction ? last - step : step; };
+  auto row_of = [&](int t) { return offsets ? offsets[t] : static_cast<i64>(t) * batch; };
+  // The first row of a step; beyond the last, any row.
+  auto row_at = [&](int step) { return row_of(time_of(smaller(step, last))); };
+  // Where a lane's cells are in the rows of a step: the first one's place moves from step to step,
+  // the others' and the gates are at fixed distances from it.
+  const i64 first_sequence_of_lane = sequence_of(0);
+  const int first_unit_of_lane = unit_of(0, 0);
+  auto unit_offset = [](int m, int i) { return m * TILE_UNITS + i / 2 * 8; };
+  T* gates_at = gates + first_sequence_of_lane * GATE_PITCH + first_unit_of_lane;
+  T* y_at = y + first_sequence_of_lane * Y_PITCH + first_unit_of_lane;
+  T* cells_at = cells + first_sequence_of_lane * HIDDEN + first_unit_of_lane;
+  T* states_at = states + first_sequence_of_lane * STATE_WIDTH + first_unit_of_lane;
+  const i64 states_step = direction ? -batch * STATE_WIDTH : batch * STATE_WIDTH;
+  if (direction) states_at += steps * batch * STATE_WIDTH;
   // Keeps h for backward.
-  auto keep = [&](i64 slot) {
+  auto keep = [&] {
     if constexpr (SAVE)
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
@@ -265,91 +310,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < CELLS; ++i)
           if (is_first && column_of(i) < COLUMNS && sequence_of(i) < batch &&
               unit_of(m, i) < STATE_WIDTH)
-            states[(slot * batch + sequence_of(i)) * STATE_WIDTH + unit_of(m, i)] =
-                from_float<T>(h[m][i]);
+            states_at[i % 2 * STATE_WIDTH + unit_offset(m, i)] = from_float<T>(h[m][i]);
+    states_at += states_step;
   };
-
-  // A lane's part of h comes in rounds of AT_ONCE chunks.
-  const SharedAddress mine = slots + quad * VECTOR_PITCH + row_lane % SENT_COLUMNS * 16;
-  u32 word[BUFFERS][AT_ONCE][4];
-  auto fetch = [&](int slot, int part) {
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k)
-      if (any_absent(word[part % BUFFERS][k]))
-        load_from_cluster(word[part % BUFFERS][k],
-                          mine + slot * SLOT + (part * AT_ONCE + k) * 4 * VECTOR_PITCH);
-  };
-  auto ask = [&](int slot, int part) {
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) {
-      const int vector = (part * AT_ONCE + k) * 4 + quad;
-      const bool wanted = row_lane < SENT_COLUMNS && vector < SENT_VECTORS;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) word[part % BUFFERS][k][i] = wanted ? ABSENT : 0;
-    }
-    fetch(slot, part);
-  };
-  auto waiting = [&](int part) {
-    bool absent = false;
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) absent = absent || any_absent(word[part % BUFFERS][k]);
-    return absent && patience.again();
-  };
-  auto empty = [&](int slot) {
-    for (int i = threadIdx.x; i < SENT_VECTORS * SENT_COLUMNS; i += THREADS)
-      store_in_cluster<1>(
-          slots + slot * SLOT + i / SENT_COLUMNS * VECTOR_PITCH + i % SENT_COLUMNS * 16, ABSENT,
-          ABSENT, ABSENT, ABSENT);
-  };
-
-  const int last = static_cast<int>(steps) - 1;  // step
-  auto time_of = [&](int step) { return direction ? last - step : step; };
-  auto row_of = [&](int t) { return offsets ? offsets[t] : static_cast<i64>(t) * batch; };
-  auto input_at = [&](i64 first_row, int m, int i, int gate) {
-    return gates + (first_row + sequence_of(i)) * GATE_PITCH + gate * HIDDEN + unit_of(m, i);
-  };
-  // Reads the gates' inputs of a step, and asks for those of a later one.
-  T coming[M_TILES][CELLS][GATES];
-  auto read_input = [&](int step, i64 first_row) {
+  // The gates' inputs of this step and of those that follow it.
+  T coming[AHEAD][M_TILES][CELLS][GATES];
+  auto read_input = [&](T (&into)[M_TILES][CELLS][GATES], int step, const T* source) {
     const int t = time_of(step);
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-      for (int i = 0; i < CELLS; ++i)
+      for (int i = 0; i < CELLS; ++i) {
+        const bool there = step <= last && is_active(t, m, i);
 #pragma unroll
         for (int gate = 0; gate < GATES; ++gate) {
-          coming[m][i][gate] = from_float<T>(0.0f);
-          if (!is_active(t, m, i)) continue;
-          const T* source = input_at(first_row, m, i, gate);
-          coming[m][i][gate] = *source;
-          if (!offsets && step + PREFETCHED <= last)
-            prefetch(source + (direction ? -PREFETCHED : PREFETCHED) * batch * GATE_PITCH);
+          into[m][i][gate] = from_float<T>(0.0f);
+          if (there)
+            into[m][i][gate] = source[i % 2 * GATE_PITCH + gate * HIDDEN + unit_offset(m, i)];
         }
+      }
   };
-  i64 row_now = 0, row_next = 0, row_after = 0;
-  if (steps > 0) row_next = row_of(time_of(0));
-  if (steps > 1) row_after = row_of(time_of(1));
-  if (steps > 0) read_input(0, row_next);
+  i64 row_now = 0, row_next = 0, row_ahead = 0;
+  const T* input_ahead = gates_at;
+  if (steps > 0) {
+    row_now = row_at(0);
+    row_next = row_at(1);
+    row_ahead = row_at(2);
+    read_input(coming[0], 0, gates_at + row_now * GATE_PITCH);
+    read_input(coming[1], 1, gates_at + row_next * GATE_PITCH);
+    gates_at += row_now * GATE_PITCH;
+    y_at += row_now * Y_PITCH;
+    cells_at += row_now * HIDDEN;
+    input_ahead += row_ahead * GATE_PITCH;
+  }
 
   wait_for_cluster<CLUSTER>();  // everybody's places are empty
   if (steps > 0) publish(0);
-  keep(direction ? steps : 0);
+  keep();
 
   for (int step = 0; step <= last; ++step) {
     const int t = time_of(step);
-    row_now = row_next;
-    row_next = row_after;
     const int slot = step & (SLOTS - 1);
 
     float input[M_TILES][CELLS][GATES];
     float sum[M_TILES][CHAINS][4];
 #pragma unroll
     for (int i = 0; i < 4 * CHAINS * M_TILES; ++i) sum[i / 4 / CHAINS][i / 4 % CHAINS][i % 4] = 0.0f;
-    ask(slot, 0);
+    fetch(slot, 0);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       while (__any_sync(0xffffffffu, waiting(part))) fetch(slot, part);
-      if (part + 1 < PARTS) ask(slot, part + 1);
+      if (part + 1 < PARTS) fetch(slot, part + 1);
 #pragma unroll
       for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k) {
         const RightOperand right(word[part % BUFFERS][k]);
@@ -365,7 +376,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < CELLS; ++i)
 #pragma unroll
-        for (int gate = 0; gate < GATES; ++gate) input[m][i][gate] = to_float(coming[m][i][gate]);
+        for (int gate = 0; gate < GATES; ++gate) {
+          input[m][i][gate] = to_float(coming[0][m][i][gate]);
+          coming[0][m][i][gate] = coming[1][m][i][gate];
+        }
 
     float kept[M_TILES][KEPT];
 #pragma unroll
@@ -429,26 +443,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Who waits in vain goes on with what it has until it has sent: the check is off the chain here.
     if (step < last) {
       publish((slot + 1) & (SLOTS - 1));
-      read_input(step + 1, row_next);
-      if (step + 1 < last) row_after = row_of(time_of(step + 2));
+      read_input(coming[1], step + AHEAD, input_ahead);
     }
     if (__any_sync(0xffffffffu, patience.lost)) break;
 
-    keep(direction ? t : t + 1);
+    keep();
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
       for (int i = 0; i < CELLS; ++i) {
         if (!is_first || !is_active(t, m, i)) continue;
-        const i64 row = row_now + sequence_of(i);
-        y[row * y_pitch + unit_of(m, i)] = from_float<T>(h[m][i]);
+        y_at[i % 2 * Y_PITCH + unit_offset(m, i)] = from_float<T>(h[m][i]);
         if constexpr (SAVE && KEPT > 1)
 #pragma unroll
           for (int value = 0; value < KEPT; ++value)
-            gates[row * GATE_PITCH + value * HIDDEN + unit_of(m, i)] = from_float<T>(kept[m][value]);
+            gates_at[value * HIDDEN + unit_offset(m, i)] = from_float<T>(kept[m][value]);
         if constexpr (SAVE && CELL == LSTM)
-          cells[row * HIDDEN + unit_of(m, i)] = from_float<T>(c[m][i]);
+          cells_at[unit_offset(m, i)] = from_float<T>(c[m][i]);
       }
+    const i64 row_later = row_at(step + AHEAD + 1);
+    const int moved = static_cast<int>(row_next - row_now);  // at most the batch
+    gates_at += static_cast<i64>(moved) * GATE_PITCH;
+    y_at += static_cast<i64>(moved) * Y_PITCH;
+    cells_at += static_cast<i64>(moved) * HIDDEN;
+    input_ahead += static_cast<i64>(static_cast<int>(row_later - row_ahead)) * GATE_PITCH;
+    row_now = row_next;
+    row_next = row_ahead;
+    row_ahead = row_later;
   }
 
 #pragma unroll
