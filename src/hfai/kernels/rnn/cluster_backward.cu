@@ -23,8 +23,10 @@ constexpr int CELLS = UNITS * COLUMNS;
 constexpr int ITEMS = ceil_div(CELLS, THREADS);
 constexpr int IN_WORD = SHORT_MESSAGES ? 2 : 1;
 constexpr int MESSAGE = CELLS / IN_WORD;  // words, from one block to another
-// Steps ahead of their use at which what forward kept is asked for from memory.
-constexpr int PREFETCHED = 3;
+// Steps ahead of its use at which what forward kept is read: what comes from memory takes one or two.
+constexpr int AHEAD = 2;
+constexpr int Y_PITCH = DIRECTIONS * HIDDEN;
+static_assert(THREADS % COLUMNS == 0, "a thread's items are of one sequence");
 static_assert(UNITS % 8 == 0, "eight rows of a tile go to one block");
 static_assert(!SHORT_MESSAGES || PRECISION == HALF, "two values of T make a word");
 // Of the gates' gradients, in bytes: vectors of one column, such that no two lanes of a quarter of a
@@ -66,18 +68,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
   auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
   auto unit_of = [&](int i) { return rank * UNITS + item_of(i) / COLUMNS; };
-  auto sequence_of = [&](int i) { return first_sequence + item_of(i) % COLUMNS; };
+  const int column = static_cast<int>(threadIdx.x) % COLUMNS, sequence = first_sequence + column;
+  const int first_unit = rank * UNITS + static_cast<int>(threadIdx.x) / COLUMNS;
+  constexpr int UNITS_APART = THREADS / COLUMNS;  // of one item and the next
   // `through` is what of dh passes a step beside the recurrent product.
   float dc[ITEMS], through[ITEMS];
-  int length[ITEMS];  // steps of the item's sequence
+  const int length =
+      sequence >= batch ? 0 : static_cast<int>(lengths ? lengths[sequence] : steps);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
-    const int unit = unit_of(i), sequence = sequence_of(i);
+    const int unit = unit_of(i);
     const bool real = has_item(i) && sequence < batch && unit < HIDDEN;
     const i64 state = state_base + sequence * HIDDEN + unit;
     through[i] = real && dhn ? to_float(dhn[state]) : 0.0f;
     dc[i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
-    length[i] = !real ? 0 : static_cast<int>(lengths ? lengths[sequence] : steps);
   }
 
   const SharedAddress messages = shared_address(memory);
@@ -121,63 +125,76 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int last = static_cast<int>(steps) - 1;  // step
   auto time_of = [&](int step) { return direction ? step : last - step; };
   auto row_of = [&](int t) { return offsets ? offsets[t] : static_cast<i64>(t) * batch; };
+  // The first row of a step; beyond the last, any row.
+  auto row_at = [&](int step) { return row_of(time_of(smaller(step, last))); };
+  auto is_active = [&](int t, int i) {
+    return t < length && has_item(i) && unit_of(i) < HIDDEN;
+  };
   // What forward left of a step for a thread's items, and the gradient of y.
   struct Kept {
     T value[ITEMS][KEPT], dh[ITEMS], c_now[ITEMS], before[ITEMS];
   };
-  // Reads that, and asks for what a later step will read. `other_row`: the first row of the step that
-  // backward comes to next, if there is one.
-  auto read = [&](int step, i64 first_row, i64 other_row, Kept& read) {
+  // Where the first item is in the rows of the step that is read next: others are at fixed distances.
+  const T* kept_at = kept + sequence * GATE_PITCH + first_unit;
+  const T* dy_at = dy + sequence * Y_PITCH + direction * HIDDEN + first_unit;
+  const T* cells_at = cells + sequence * HIDDEN + first_unit;
+  const i64 states_step = direction ? batch * STATE_WIDTH : -batch * STATE_WIDTH;
+  // GRU: h before the step; RNN: h after it.
+  const T* states_at = states + sequence * STATE_WIDTH + first_unit +
+                       ((CELL == GRU) == (direction == 0) ? 0 : batch * STATE_WIDTH) +
+                       (direction ? 0 : (steps - 1) * batch * STATE_WIDTH);
+  i64 row_read = 0, row_after = 0;  // of that step and the one that backward comes to next
+  auto read = [&](int step, Kept& read) {
     const int t = time_of(step);
+    // In rows; at most the batch. Packed sequences have a row before in time only where the step
+    // before does.
+    const int moved = static_cast<int>(row_after - row_read);
+    const bool first = direction ? t + 1 >= length : t == 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      const int unit = unit_of(i), sequence = sequence_of(i);
+      const int apart = i * UNITS_APART;
       read.dh[i] = read.c_now[i] = read.before[i] = from_float<T>(0.0f);
 #pragma unroll
       for (int g = 0; g < KEPT; ++g) read.value[i][g] = from_float<T>(0.0f);
-      if (t >= length[i]) continue;
-      const i64 row = first_row + sequence;
-      if (!offsets && step + PREFETCHED < last) {
-        const i64 later = row + (direction ? PREFETCHED : -PREFETCHED) * batch;
-        if (dy) prefetch(dy + later * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit);
-        if constexpr (KEPT > 1)
-#pragma unroll
-          for (int g = 0; g < KEPT; ++g) prefetch(kept + later * GATE_PITCH + g * HIDDEN + unit);
-        if constexpr (CELL == LSTM)
-          prefetch(cells + (later + (direction ? batch : -batch)) * HIDDEN + unit);
-      }
-      if (dy) read.dh[i] = dy[row * (DIRECTIONS * HIDDEN) + direction * HIDDEN + unit];
+      if (step > last || !is_active(t, i)) continue;
+      if (dy) read.dh[i] = dy_at[apart];
       if constexpr (KEPT > 1)
 #pragma unroll
-        for (int g = 0; g < KEPT; ++g) read.value[i][g] = kept[row * GATE_PITCH + g * HIDDEN + unit];
+        for (int g = 0; g < KEPT; ++g) read.value[i][g] = kept_at[g * HIDDEN + apart];
       if constexpr (CELL == LSTM) {
-        // The row before in time: packed sequences have one only where the step before does.
-        read.c_now[i] = cells[row * HIDDEN + unit];
-        const bool first = direction ? t + 1 >= length[i] : t == 0;
+        read.c_now[i] = cells_at[apart];
         if (!first)
-          read.before[i] = cells[(other_row + sequence) * HIDDEN + unit];
+          read.before[i] = cells_at[static_cast<i64>(moved) * HIDDEN + apart];
         else if (c0)
-          read.before[i] = c0[state_base + sequence * HIDDEN + unit];
-      } else {  // GRU: h before the step; RNN: h after it
-        const int slot = (CELL == GRU) == (direction == 0) ? t : t + 1;
-        read.before[i] = states[(static_cast<i64>(slot) * batch + sequence) * STATE_WIDTH + unit];
+          read.before[i] = c0[state_base + sequence * HIDDEN + unit_of(i)];
+      } else {
+        read.before[i] = states_at[apart];
       }
     }
+    kept_at += static_cast<i64>(moved) * GATE_PITCH;
+    dy_at += static_cast<i64>(moved) * Y_PITCH;
+    cells_at += static_cast<i64>(moved) * HIDDEN;
+    states_at += states_step;
+    row_read = row_after;
+    row_after = row_at(step + 2);
   };
-  // The first row of a step; of the step before the first in time, where the last reads none, 0.
-  auto row_at = [&](int step) { return step <= last ? row_of(time_of(step)) : i64{0}; };
-  i64 row_now = 0, row_next = row_at(0), row_after = row_at(1);
-  Kept coming;
-  if (steps > 0) read(0, row_next, row_at(1), coming);
+  Kept coming[AHEAD];
+  T* dgates_at = dgates + sequence * GATE_PITCH + first_unit;
+  if (steps > 0) {
+    row_read = row_at(0);
+    row_after = row_at(1);
+    kept_at += row_read * GATE_PITCH;
+    dy_at += row_read * Y_PITCH;
+    cells_at += row_read * HIDDEN;
+    read(0, coming[0]);
+    read(1, coming[1]);
+  }
 
   wait_for_cluster<CLUSTER>();  // everybody's slots are zeros
 
   bool lost = false;  // whether anybody in the block has waited in vain
   for (int step = 0; step <= last; ++step) {
     const int t = time_of(step);
-    row_now = row_next;
-    row_next = row_after;
-    row_after = row_at(step + 2);
     char* const step_gradients = gradients + (step & 1) * GRADIENTS;
 
     // Each gate's gradient is a multiple of dh or, for LSTM, dc: the factors are made while the partial
@@ -186,15 +203,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bool active[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-      active[i] = t < length[i];
-      dh[i] = to_float(coming.dh[i]);
-      const float before = to_float(coming.before[i]);
+      active[i] = is_active(t, i);
+      dh[i] = to_float(coming[0].dh[i]);
+      const float before = to_float(coming[0].before[i]);
       float v[KEPT];
 #pragma unroll
-      for (int g = 0; g < KEPT; ++g) v[g] = to_float(coming.value[i][g]);
+      for (int g = 0; g < KEPT; ++g) v[g] = to_float(coming[0].value[i][g]);
       of_dc[i] = forget[i] = 0.0f;
       if constexpr (CELL == LSTM) {
-        const float tanh_c = hyperbolic_tangent(to_float(coming.c_now[i]));
+        const float tanh_c = hyperbolic_tangent(to_float(coming[0].c_now[i]));
         of_dc[i] = v[3] * (1.0f - tanh_c * tanh_c);
         forget[i] = v[1];
         factor[i][0] = v[2] * v[0] * (1.0f - v[0]);
@@ -211,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         factor[i][0] = CELL == RNN_RELU ? (before > 0.0f ? 1.0f : 0.0f) : 1.0f - before * before;
       }
     }
+    coming[0] = coming[1];
     if (step > 0) receive(step - 1);
 
     float d[ITEMS][KEPT];
@@ -244,9 +262,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
       // For the recurrent product: rows unit * GATES + gate.
       const int first = item_of(i) / COLUMNS * GATES;
-      auto put = [&](int column, auto part_of) {
+      auto put = [&](int to, auto part_of) {
         auto place = [&](int k) {
-          return step_gradients + k / VECTOR * VECTOR_PITCH + column * 16 +
+          return step_gradients + k / VECTOR * VECTOR_PITCH + to * 16 +
                  k % VECTOR * static_cast<int>(sizeof(T));
         };
         float part[GATES];
@@ -265,9 +283,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             *reinterpret_cast<T*>(place(first + g)) = from_float<T>(part[g]);
         }
       };
-      put(item_of(i) % COLUMNS, [](float gradient) { return for_products(gradient); });
+      put(column, [](float gradient) { return for_products(gradient); });
       if constexpr (PRECISION == SPLIT)
-        put(item_of(i) % COLUMNS + COLUMNS,
+        put(column + COLUMNS,
             [](float gradient) { return rest_for_products(gradient); });
     }
     lost = __syncthreads_or(patience.lost);
@@ -315,22 +333,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                     with_tag(sum[half * 2 + 1], tag));
       }
     }
-    if (step < last) read(step + 1, row_next, row_after, coming);
+    read(step + AHEAD, coming[1]);
 
+    T* const rows_of_step = dgates_at + row_of(t) * GATE_PITCH;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (!active[i]) continue;
-      const i64 row = row_now + sequence_of(i);
 #pragma unroll
       for (int g = 0; g < KEPT; ++g)
-        dgates[row * GATE_PITCH + g * HIDDEN + unit_of(i)] = from_float<T>(d[i][g]);
+        rows_of_step[g * HIDDEN + i * UNITS_APART] = from_float<T>(d[i][g]);
     }
   }
 
   if (steps > 0 && !lost) receive(last);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
-    const int unit = unit_of(i), sequence = sequence_of(i);
+    const int unit = unit_of(i);
     if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
     const i64 state = state_base + sequence * HIDDEN + unit;
     dh0[state] = from_float<T>(through[i] + (steps > 0 ? received(i) : 0.0f));
