@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int i = threadIdx.x; i < 2 * CLUSTER * MESSAGE + GRADIENTS / 2; i += THREADS)
     memory[i] = 0.0f;
 
-  // Item i is the cell of sequence `sequence_of(i)` and a unit of this block's.
+  // Item i is the cell of the thread's sequence and one of this block's units.
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
   auto has_item = [&](int i) { return CELLS % THREADS == 0 || item_of(i) < CELLS; };
   auto unit_of = [&](int i) { return rank * UNITS + item_of(i) / COLUMNS; };
@@ -193,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_cluster<CLUSTER>();  // everybody's slots are zeros
 
   bool lost = false;  // whether anybody in the block has waited in vain
-  for (int step = 0; step <= last; ++step) {
+  // Two steps a turn, so that what comes for the one is not moved, and waited for, in the other.
+  auto one_step = [&](int step, Kept& coming) {
     const int t = time_of(step);
     char* const step_gradients = gradients + (step & 1) * GRADIENTS;
 
@@ -204,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       active[i] = is_active(t, i);
-      dh[i] = to_float(coming[0].dh[i]);
-      const float before = to_float(coming[0].before[i]);
+      dh[i] = to_float(coming.dh[i]);
+      const float before = to_float(coming.before[i]);
       float v[KEPT];
 #pragma unroll
-      for (int g = 0; g < KEPT; ++g) v[g] = to_float(coming[0].value[i][g]);
+      for (int g = 0; g < KEPT; ++g) v[g] = to_float(coming.value[i][g]);
       of_dc[i] = forget[i] = 0.0f;
       if constexpr (CELL == LSTM) {
-        const float tanh_c = hyperbolic_tangent(to_float(coming[0].c_now[i]));
+        const float tanh_c = hyperbolic_tangent(to_float(coming.c_now[i]));
         of_dc[i] = v[3] * (1.0f - tanh_c * tanh_c);
         forget[i] = v[1];
         factor[i][0] = v[2] * v[0] * (1.0f - v[0]);
@@ -228,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         factor[i][0] = CELL == RNN_RELU ? (before > 0.0f ? 1.0f : 0.0f) : 1.0f - before * before;
       }
     }
-    coming[0] = coming[1];
     if (step > 0) receive(step - 1);
 
     float d[ITEMS][KEPT];
@@ -289,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             [](float gradient) { return rest_for_products(gradient); });
     }
     lost = __syncthreads_or(patience.lost);
-    if (lost) break;
+    if (lost) return;
 
     const u32 tag = tag_of(step);
     RightOperand right[CHUNKS];
@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                     with_tag(sum[half * 2 + 1], tag));
       }
     }
-    read(step + AHEAD, coming[1]);
+    read(step + AHEAD, coming);
 
     T* const rows_of_step = dgates_at + row_of(t) * GATE_PITCH;
 #pragma unroll
@@ -343,7 +343,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int g = 0; g < KEPT; ++g)
         rows_of_step[g * HIDDEN + i * UNITS_APART] = from_float<T>(d[i][g]);
     }
-  }
+  };
+  for (int step = 0; step <= last && !lost; step += AHEAD)
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (step + i <= last && !lost) one_step(step + i, coming[i]);
 
   if (steps > 0 && !lost) receive(last);
 #pragma unroll

@@ -348,7 +348,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (steps > 0) publish(0);
   keep();
 
-  for (int step = 0; step <= last; ++step) {
+  bool lost = false;  // whether anybody in the warp has waited in vain
+  // Two steps a turn, so that what comes for the one is not moved, and waited for, in the other.
+  auto one_step = [&](int step, T (&coming)[M_TILES][CELLS][GATES]) {
     const int t = time_of(step);
     const int slot = step & (SLOTS - 1);
 
@@ -376,10 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int i = 0; i < CELLS; ++i)
 #pragma unroll
-        for (int gate = 0; gate < GATES; ++gate) {
-          input[m][i][gate] = to_float(coming[0][m][i][gate]);
-          coming[0][m][i][gate] = coming[1][m][i][gate];
-        }
+        for (int gate = 0; gate < GATES; ++gate) input[m][i][gate] = to_float(coming[m][i][gate]);
 
     float kept[M_TILES][KEPT];
 #pragma unroll
@@ -443,9 +442,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Who waits in vain goes on with what it has until it has sent: the check is off the chain here.
     if (step < last) {
       publish((slot + 1) & (SLOTS - 1));
-      read_input(coming[1], step + AHEAD, input_ahead);
+      read_input(coming, step + AHEAD, input_ahead);
     }
-    if (__any_sync(0xffffffffu, patience.lost)) break;
+    lost = __any_sync(0xffffffffu, patience.lost);
+    if (lost) return;
 
     keep();
 #pragma unroll
@@ -470,7 +470,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     row_now = row_next;
     row_next = row_ahead;
     row_ahead = row_later;
-  }
+  };
+  for (int step = 0; step <= last && !lost; step += AHEAD)
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (step + i <= last && !lost) one_step(step + i, coming[i]);
 
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
