@@ -119,7 +119,7 @@ class ClusterPlan:
         matrix = self.backward_tiles * chunks * self._fragment_registers
         items = -(-shape.units * self.columns // (32 * shape.warps))
         beside = items * (2 * self.cell.kept + 10)
-        return matrix + beside + max(4 * chunks + 8, items * shape.cluster) + 44
+        return matrix + beside + max(5 * chunks + 8, items * shape.cluster) + 44
 
     def fits_forward(self, limits: DeviceLimits) -> bool:
         """Whether forward's cluster can run on such a device."""
