@@ -80,6 +80,12 @@ RESULTS = Path(__file__).resolve().parent / "results"
     help="Keep the cases that the result file has, of the same device and versions, where this run "
     "does not measure them.",
 )
+@click.option(
+    "--missing",
+    is_flag=True,
+    help="As --keep, and measure only cases that the result file has not or in which something "
+    "failed.",
+)
 @click.option("--commit", help="Recorded as the commit.  [default: the checked-out one]")
 @click.option("--seed", type=int, help="Of the random inputs.  [default: another each run]")
 @click.option("--debug", is_flag=True, help="Show the traceback of an unexpected error.")
@@ -92,6 +98,7 @@ def main(
     out: Path | None,
     time_budget: float | None,
     keep: bool,
+    missing: bool,
     commit: str | None,
     seed: int | None,
     debug: bool,
@@ -133,10 +140,15 @@ def main(
                 name = f"{operator.name}_grid" if grid else operator.name
                 path = out / header["machine"]["slug"] / f"{name}.json" if out else None
                 session = Session(operator, header, path, console)
-                if keep and path is not None and path.exists():
+                wanted = cases[operator.name]
+                if (keep or missing) and path is not None and path.exists():
                     names = [case.name for case in (operator.grid() if grid else operator.cases())]
-                    session.keep(json.loads(path.read_text(encoding="utf-8")), names)
-                session.run(cases[operator.name], target, ceilings, settings, seed, out_of_time)
+                    earlier = json.loads(path.read_text(encoding="utf-8"))
+                    session.keep(earlier, names)
+                    if missing:
+                        there = result.measured_whole(earlier)
+                        wanted = [case for case in wanted if case.name not in there]
+                session.run(wanted, target, ceilings, settings, seed, out_of_time)
                 sound &= session.report(tables=not grid)
     except KeyboardInterrupt:
         click.echo("interrupted: cases that were done are in the result file, if any", err=True)

@@ -148,6 +148,16 @@ def merged(earlier: dict[str, Any], document: dict[str, Any], order: list[str]) 
     return {**document, "complete": len(kept) == len(order), "cases": kept}
 
 
+def measured_whole(document: dict[str, Any]) -> set[str]:
+    """Return the names of the cases in which nothing failed that the machine has."""
+    return {
+        case["name"]
+        for case in document["cases"]
+        if case["implementations"]
+        and all(one["status"] in ("ok", "absent") for one in case["implementations"])
+    }
+
+
 def write(path: Path, document: dict[str, Any]) -> None:
     """Write JSON so that the name holds the old file or the new one, whole, whatever happens."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -120,6 +120,21 @@ def test_a_time_budget_stops_after_the_case_in_progress(run_script: Run, tmp_pat
     assert "--time-budget is used up: 30 cases were not measured" in done.stdout
 
 
+def test_missing_measures_what_the_file_lacks_and_keeps_the_rest(
+    run_script: Run, tmp_path: Path
+) -> None:
+    arguments = ["--op", "layer_norm", "--grid", "--device", "cpu", "--out", tmp_path]
+    arguments += ["--cases", "1x1000 fp32"]
+    assert run_script("ops.py", *arguments).returncode == 0
+    (path,) = tmp_path.glob("*/layer_norm_grid.json")
+    (before,) = json.loads(path.read_text())["cases"]
+    done = run_script("ops.py", *arguments, "--cases", "1x1000 bf16", "--missing")
+    assert done.returncode == 0, done.stderr
+    after = json.loads(path.read_text())["cases"]
+    assert [case["name"] for case in after] == ["1x1000 bf16", "1x1000 fp32"]
+    assert after[1] == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

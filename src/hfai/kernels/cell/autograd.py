@@ -21,6 +21,7 @@ from hfai.kernels.cell.programs import Configuration
 from hfai.kernels.coverage import dense, why_not_plain, why_watched
 from hfai.kernels.extension import Extension
 from hfai.kernels.rnn import formula
+from hfai.kernels.watched import Sources, gradients_by_formula
 
 Operands = Sequence["Tensor | None"]
 """x, h, c, w_ih, w_hh, b_ih, b_hh; c is None but for LSTM, the biases are both there or neither."""
@@ -237,29 +238,9 @@ def watched_backward(
         dc: of c.
         operands_and_needed: the seven operands, then for each whether it needs a gradient.
     """
-    create_graph = torch.is_grad_enabled()
     operands, needed = operands_and_needed[:7], operands_and_needed[7:]
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        # As in rnn/autograd.py: an alias for each place.
-        operands = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in operands)
-        x, h, c, w_ih, w_hh, b_ih, b_hh = operands
-        outputs = formula.step(configuration.cell, x, h, c, w_ih, w_hh, b_ih, b_hh)
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, (dh, dc), strict=True)
-            if output is not None and gradient is not None
-        ]
-        wanted = [t for t, need in zip(operands, needed, strict=True) if need and t is not None]
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs],
-                wanted,
-                [gradient for _, gradient in pairs],
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
-    return [
-        next(found) if need and t is not None else None
-        for t, need in zip(operands, needed, strict=True)
-    ]
+
+    def outputs(sources: Sources) -> tuple[Tensor | None, ...]:
+        return formula.step(configuration.cell, *sources)  # type: ignore[arg-type]
+
+    return gradients_by_formula(outputs, operands, (dh, dc), needed)

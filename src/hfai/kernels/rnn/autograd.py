@@ -22,6 +22,7 @@ from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell, Precision
 from hfai.kernels.rnn.products import column_sums, common_width, padded, product
 from hfai.kernels.rnn.programs import Configuration, refused
+from hfai.kernels.watched import Sources, gradients_by_formula
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,27 @@ class Layer(Function):
         return (*found[:3], None, None, None, *found[3:])
 
 
+def are_as_saved(
+    configuration: Configuration,
+    shapes: tuple[Any, ...],
+    saved: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor | None, ...],
+) -> bool:
+    """Return whether the kernels can read these tensors.
+
+    Hooks may have brought saved tensors back as something else, and gradients may be batched.
+    """
+    return shapes == tuple(None if tensor is None else tensor.shape for tensor in saved) and all(
+        tensor is None
+        or (
+            why_not_plain(tensor) is None
+            and tensor.dtype is configuration.dtype
+            and tensor.get_device() == configuration.device
+        )
+        for tensor in (*saved, *gradients)
+    )
+
+
 def _by_kernels(
     constants: tuple[Any, ...],
     saved: tuple[Tensor | None, ...],
@@ -84,18 +106,7 @@ def _by_kernels(
 ) -> list[Tensor | None] | None:
     """Return the gradients, or None where it is not for the kernels to make them."""
     configuration, sequences, has_bias, shapes = constants
-    # Hooks may have brought saved tensors back as something else, and gradients may be batched.
-    if not all(
-        tensor is None
-        or (
-            why_not_plain(tensor) is None
-            and tensor.dtype is configuration.dtype
-            and tensor.get_device() == configuration.device
-        )
-        for tensor in (*saved, *gradients)
-    ):
-        return None
-    if shapes != tuple(None if tensor is None else tensor.shape for tensor in saved):
+    if not are_as_saved(configuration, shapes, saved, gradients):
         return None
     x, _, c0, gates, cells, states, *weights = [
         None if tensor is None else dense(tensor) for tensor in saved
@@ -180,7 +191,6 @@ def _backward(
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
     x, c0, gates, cells, states = saved
-    plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     dy, dhn, dcn = (
         None if gradient is None else dense(gradient) for gradient in (*gradients, None, None)[:3]
     )
@@ -197,18 +207,49 @@ def _backward(
         dhn,
         dcn,
     )
+    found = products_of(
+        configuration, sequences, has_bias, x, dgates, states, weights, (needed[0], *needed[3:])
+    )
+    found[1:1] = [dh0 if needed[1] else None, dc0 if needed[2] else None]
+    return found
+
+
+def products_of(
+    configuration: Configuration,
+    sequences: Sequences,
+    has_bias: bool,
+    x: Tensor,
+    dgates: Tensor,
+    states: Tensor,
+    weights: Sequence[Tensor],
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Return the gradients of x and of the weights, those that are needed of them.
+
+    Args:
+        configuration: the layer's.
+        sequences: how they lie in x.
+        has_bias: whether each direction's weights are four and not two.
+        x: [rows, inputs], contiguous.
+        dgates: as `launch.backward` returned it.
+        states: as `launch.forward` returned it.
+        weights: as given to `run`.
+        needed: of x and of each of the weights.
+    """
+    plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
     count, rows, steps = 4 if has_bias else 2, sequences.steps.rows, sequences.steps.steps
     columns = plan.cell.gates * plan.hidden
     inputs = padded(x, common_width(x, ones=has_bias), ones=has_bias)
-    found: list[Tensor | None] = [None, dh0 if needed[1] else None, dc0 if needed[2] else None]
+    found: list[Tensor | None] = [None]
+    each = _by_direction(weights, has_bias)
     for direction, (w_ih, *_) in enumerate(each):
-        need = needed[3 + direction * count : 3 + (direction + 1) * count]
+        need = needed[1 + direction * count : 1 + (direction + 1) * count]
         all_gates = dgates[direction]
         # GRU's four are dn, dr, dz, dq: dn belongs to the input, dq to h.
         shift = plan.hidden if plan.cell is Cell.GRU else 0
         of_input, of_hidden = all_gates[:, :columns], all_gates[:, shift : shift + columns]
         if needed[0]:
-            to_input = padded(_in_order_of_input(plan.cell, w_ih), common_width(w_ih))
+            to_input = padded(order_of_input(plan.cell, w_ih), common_width(w_ih))
             part = x.new_empty(rows, to_input.whole.shape[1])
             product(of_input, to_input.whole, part, tf32)
             part = part[:, : x.shape[1]].contiguous()
@@ -242,7 +283,7 @@ def _backward(
     return found
 
 
-def _in_order_of_input(cell: Cell, weight: Tensor) -> Tensor:
+def order_of_input(cell: Cell, weight: Tensor) -> Tensor:
     """Return W_ih with its rows in the order in which backward.cu leaves the input's gradients."""
     if cell is not Cell.GRU:
         return weight
@@ -251,7 +292,7 @@ def _in_order_of_input(cell: Cell, weight: Tensor) -> Tensor:
 
 
 def _in_order_of_weight(cell: Cell, gradient: Tensor) -> Tensor:
-    """Undo `_in_order_of_input`."""
+    """Undo `order_of_input`."""
     if cell is not Cell.GRU:
         return gradient
     new, reset, update = gradient.chunk(3)
@@ -267,36 +308,16 @@ def _watched_backward(
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """The same gradients through torch's operators: double backward, vmap over gradients."""
-    create_graph = torch.is_grad_enabled()
-    plan, steps = configuration.plan, sequences.steps
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        # An alias for each place: the same tensor may stand in several, and one may be made of
-        # another (a state carried over); those paths are the caller's to follow.
-        inputs = tuple(None if tensor is None else tensor.view_as(tensor) for tensor in inputs)
-        x, h0, c0, *weights = inputs
-        assert x is not None
-        each = [
+    steps = sequences.steps
+    sizes = sequences.batch_sizes or (steps.batch,) * steps.steps
+
+    def outputs(sources: Sources) -> tuple[Tensor | None, ...]:
+        x, h0, c0, *weights = sources
+        each: list[Any] = [
             tuple(part) if has_bias else (*part, None, None)
             for part in _by_direction(weights, has_bias)
         ]
-        sizes = sequences.batch_sizes or (steps.batch,) * steps.steps
-        outputs = formula.layer(plan.cell, x, sizes, each, h0, c0)  # type: ignore[arg-type]
-        pairs = [
-            (output, gradient.reshape(output.shape))
-            for output, gradient in zip(outputs, (*gradients, None)[:3], strict=True)
-            if output is not None and gradient is not None
-        ]
-        wanted = [t for t, need in zip(inputs, needed, strict=True) if need and t is not None]
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in pairs],
-                wanted,
-                [gradient for _, gradient in pairs],
-                create_graph=create_graph,
-                allow_unused=True,
-            )
-        )
-    return [
-        next(found) if need and t is not None else None
-        for t, need in zip(inputs, needed, strict=True)
-    ]
+        assert x is not None
+        return formula.layer(configuration.plan.cell, x, sizes, each, h0, c0)
+
+    return gradients_by_formula(outputs, inputs, gradients, needed)

@@ -17,10 +17,11 @@ from torch.cuda import current_device
 from hfai.kernels import jit
 from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.coverage import PLAIN_TYPES, dense, why_not_plain
-from hfai.kernels.rnn import cluster_dispatch, dispatch, status
+from hfai.kernels.rnn import cluster_dispatch, dispatch, status, stretches, wavefront
 from hfai.kernels.rnn.autograd import Sequences, apply_layer, run
 from hfai.kernels.rnn.plan import Cell, Precision
 from hfai.kernels.rnn.programs import Configuration, refused
+from hfai.kernels.rnn.stack import apply_layers
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_HIDDEN = 1 << 16
@@ -213,6 +214,9 @@ def run_stack(
         with torch.cuda.device(configuration.device):
             return run_stack(configuration, stack, sequences, x, h0, c0)
     status.raise_if_lost(configuration.device)
+    count = stretches.stretch_count(configuration, len(stack.weights), sequences)
+    if count > 1:
+        return _run_wavefront(configuration, count, stack, sequences, x, h0, c0)
     last_h: list[Tensor] = []
     last_c: list[Tensor] = []
     for layer, weights in enumerate(stack.weights):
@@ -235,6 +239,61 @@ def run_stack(
     return y, hn, last_c[0] if len(last_c) == 1 else torch.cat(last_c)
 
 
+def _run_wavefront(
+    configuration: Configuration,
+    count: int,
+    stack: Stack,
+    sequences: Sequences,
+    x: Tensor,
+    h0: Tensor | None,
+    c0: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    weights = [dense(weight) for layer in stack.weights for weight in layer]
+    x = dense(x)
+    h0, c0 = (None if state is None else dense(state) for state in (h0, c0))
+    try:
+        if _is_watched(x, h0, c0, *weights):
+            reason = configuration.refuses()
+            if reason is not None:
+                raise RefusedError(reason)
+            made = apply_layers(
+                x,
+                h0,
+                c0,
+                configuration,
+                sequences,
+                count,
+                stack.has_bias,
+                stack.dropout,
+                *weights,
+            )
+            return made if len(made) == 3 else (*made, None)  # type: ignore[return-value]
+        of_layer = len(stack.weights[0])
+        by_layer = [weights[i : i + of_layer] for i in range(0, len(weights), of_layer)]
+        all_of_it = wavefront.forward(
+            configuration,
+            count,
+            sequences.steps,
+            stack.has_bias,
+            stack.dropout,
+            x,
+            h0,
+            c0,
+            by_layer,
+            False,
+        )
+        return all_of_it.y, all_of_it.hn, all_of_it.cn
+    except RefusedError as error:
+        refused[configuration] = str(error)
+        raise
+
+
+def _is_watched(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
 def _run_layer(
     configuration: Configuration,
     stack: Stack,
@@ -245,9 +304,7 @@ def _run_layer(
 ) -> tuple[Tensor, ...]:
     weights = tuple(map(dense, weights))
     h0, c0 = states
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (x, h0, c0, *weights)
-    ):
+    if _is_watched(x, h0, c0, *weights):
         reason = configuration.refuses()
         if reason is not None:
             raise RefusedError(reason)

@@ -17,6 +17,9 @@ from hfai.kernels.rnn import status
 from hfai.kernels.rnn.cluster_plan import ClusterPlan
 from hfai.kernels.rnn.programs import Configuration, Program
 
+UNSENT = -1
+"""In each word of the exchange before the blocks fill it: a NaN that no h is."""
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -72,21 +75,77 @@ def forward(
         c0: as h0; LSTM only.
         save: whether backward will follow.
     """
-    plan, dtype, device = configuration.plan, configuration.dtype, gates.device
-    directions, hidden = plan.directions, plan.hidden
-    lstm = plan.cell.has_c
-    exchange = None
-    if not isinstance(plan, ClusterPlan):
-        words = plan.exchange_elements(steps.steps, steps.batch) * dtype.itemsize // 4
-        exchange = torch.full((words,), -1, dtype=torch.int32, device=device)
+    made = room_for(configuration, steps, gates, save)
+    words = exchange_words(configuration, steps)
+    exchange = torch.full((words,), UNSENT, dtype=torch.int32, device=gates.device)
+    stream = torch._C._cuda_getCurrentRawStream(configuration.device)
+    enqueue_forward(
+        configuration, steps, gates, weights, biases, h0, c0, made, exchange, save, stream
+    )
+    return made
+
+
+def room_for(configuration: Configuration, steps: Steps, like: Tensor, save: bool) -> Forward:
+    """Return the buffers that a forward pass fills; arguments are as for `forward`."""
+    plan = configuration.plan
+    directions, hidden, lstm = plan.directions, plan.hidden, plan.cell.has_c
     # In the shape in which it is returned: a view made without gradients may not be changed later.
     rows = (steps.rows,) if steps.lengths is not None else (steps.steps, steps.batch)
-    y = gates.new_empty(*rows, directions * hidden)
-    hn = gates.new_empty(directions, steps.batch, hidden)
+    y = like.new_empty(*rows, directions * hidden)
+    hn = like.new_empty(directions, steps.batch, hidden)
     cn = torch.empty_like(hn) if lstm else None
-    cells = gates.new_empty(directions, steps.rows, hidden) if lstm and save else None
+    cells = like.new_empty(directions, steps.rows, hidden) if lstm and save else None
     shape = (directions, steps.steps + 1, steps.batch, plan.width)
-    states = gates.new_empty(shape) if save else None
+    states = like.new_empty(shape) if save else None
+    return Forward(y, hn, cn, states, cells)
+
+
+def exchange_words(configuration: Configuration, steps: Steps) -> int:
+    """Return how many words of 4 bytes, all `UNSENT`, the blocks of a forward pass trade h in.
+
+    Clusters need none.
+    """
+    if isinstance(configuration.plan, ClusterPlan):
+        return 0
+    elements = configuration.plan.exchange_elements(steps.steps, steps.batch)
+    return elements * configuration.dtype.itemsize // 4
+
+
+def mailbox_floats(configuration: Configuration, batch: int) -> int:
+    """Return the size of `enqueue_backward`'s mailbox; clusters need none."""
+    plan = configuration.plan
+    return 0 if isinstance(plan, ClusterPlan) else plan.mailbox_floats(plan.groups(batch))
+
+
+def enqueue_forward(
+    configuration: Configuration,
+    steps: Steps,
+    gates: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[tuple[Tensor, Tensor]] | None,
+    h0: Tensor | None,
+    c0: Tensor | None,
+    made: Forward,
+    exchange: Tensor,
+    save: bool,
+    stream: int,
+) -> None:
+    """Launch the forward kernel on buffers that are there.
+
+    Args:
+        configuration: as for `forward`, like all that is not said here.
+        steps: of this launch.
+        gates: of these steps.
+        weights: W_hh.
+        biases: or None.
+        h0: before these steps.
+        c0: likewise.
+        made: what is filled; all contiguous.
+        exchange: `exchange_words` words, int32, all `UNSENT`, or the first of more.
+        save: whether backward will follow.
+        stream: the raw stream; all tensors must be there in its order and stay until it is done.
+    """
+    plan = configuration.plan
     in_biases, hidden_biases = zip(*biases, strict=True) if biases else ((), ())
     pointers = [
         _pointer(gates),
@@ -95,15 +154,15 @@ def forward(
         *_both(hidden_biases),
         *map(_pointer, (h0, c0)),
         *(() if isinstance(plan, ClusterPlan) else (_pointer(exchange),)),
-        *map(_pointer, (states, y, cells, hn, cn, steps.lengths, steps.offsets)),
+        *map(_pointer, (made.states, made.y, made.cells, made.hn, made.cn)),
+        *map(_pointer, (steps.lengths, steps.offsets)),
     ]
     program = configuration.forward(save)
-    stream = torch._C._cuda_getCurrentRawStream(configuration.device)
     if isinstance(plan, ClusterPlan):
         grid = plan.clusters(steps.batch) * plan.forward_shape.cluster
         _launch_clusters(configuration, program, grid, stream, pointers, steps)
-        return Forward(y, hn, cn, states, cells)
-    for first, count in _waves(program, plan.groups(steps.batch)):
+        return
+    for first, count in waves(program, plan.groups(steps.batch)):
         program.kernel.launch(
             count * plan.blocks,
             stream,
@@ -114,7 +173,6 @@ def forward(
             first,
             status.address(configuration.device),
         )
-    return Forward(y, hn, cn, states, cells)
 
 
 def backward(
@@ -146,24 +204,57 @@ def backward(
     Returns:
         dgates [directions, rows, gate_pitch], in backward.cu's order; dh0; dc0 or None.
     """
-    plan, device = configuration.plan, kept.device
+    plan = configuration.plan
     dgates = torch.empty_like(kept)
     dh0 = kept.new_empty(plan.directions, steps.batch, plan.hidden)
     dc0 = torch.empty_like(dh0) if plan.cell.has_c else None
-    program = configuration.backward()
     stream = torch._C._cuda_getCurrentRawStream(configuration.device)
+    saved, gradients = (kept, cells, states, c0), (dy, dhn, dcn)
+    enqueue_backward(
+        configuration, steps, saved, weights, gradients, (dgates, dh0, dc0), None, stream
+    )
+    return dgates, dh0, dc0
+
+
+def enqueue_backward(
+    configuration: Configuration,
+    steps: Steps,
+    saved: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    weights: Sequence[Tensor],
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    made: tuple[Tensor, Tensor, Tensor | None],
+    mailbox: Tensor | None,
+    stream: int,
+) -> None:
+    """Launch the backward kernel on buffers that are there.
+
+    Args:
+        configuration: as for `backward`, like all that is not said here.
+        steps: of this launch.
+        saved: `kept`, `cells`, `states` and `c0` of these steps.
+        weights: W_hh.
+        gradients: dy of these steps, dhn and dcn after them.
+        made: what is filled: dgates, dh0, dc0.
+        mailbox: zeros, float32, enough for all groups at once (clusters need none); None: made
+            here, for which `stream` must be the current one.
+        stream: the raw stream; all tensors must be there in its order and stay until it is done.
+    """
+    plan, device = configuration.plan, saved[0].device
+    kept, cells, states, c0 = saved
+    program = configuration.backward()
     pointers = [
-        *map(_pointer, (kept, cells, c0, states, dy, dhn, dcn)),
+        *map(_pointer, (kept, cells, c0, states, *gradients)),
         *_both(weights),
-        *map(_pointer, (dgates, dh0, dc0)),
+        *map(_pointer, made),
     ]
     if isinstance(plan, ClusterPlan):
         pointers += map(_pointer, (steps.lengths, steps.offsets))
         grid = plan.clusters(steps.batch) * plan.backward_shape.cluster
         _launch_clusters(configuration, program, grid, stream, pointers, steps)
-        return dgates, dh0, dc0
-    for first, count in _waves(program, plan.groups(steps.batch)):
-        mailbox = torch.zeros(plan.mailbox_floats(count), dtype=torch.float32, device=device)
+        return
+    for first, count in waves(program, plan.groups(steps.batch)):
+        if mailbox is None or first:
+            mailbox = torch.zeros(plan.mailbox_floats(count), dtype=torch.float32, device=device)
         program.kernel.launch(
             count * plan.blocks,
             stream,
@@ -176,7 +267,6 @@ def backward(
             first,
             status.address(configuration.device),
         )
-    return dgates, dh0, dc0
 
 
 def _launch_clusters(
@@ -201,7 +291,7 @@ def _launch_clusters(
     )
 
 
-def _waves(program: Program, groups: int) -> list[tuple[int, int]]:
+def waves(program: Program, groups: int) -> list[tuple[int, int]]:
     """Cut the groups into launches: the first group of each, and how many."""
     at_once = program.groups_at_once
     if at_once < 1:
