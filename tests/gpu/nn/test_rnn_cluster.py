@@ -24,12 +24,12 @@ from tests.gpu.nn.test_rnn import (
     layers,
     results,
 )
-from tests.kernels.rnn.by_hand import every_size_is_ours
+from tests.kernels.rnn.by_hand import clusters_where_they_fit
 from tests.nn.operator_cases import assert_same_bits
 
-__all__ = ["every_size_is_ours"]
+__all__ = ["clusters_where_they_fit"]
 
-pytestmark = pytest.mark.usefixtures("every_size_is_ours")
+pytestmark = pytest.mark.usefixtures("clusters_where_they_fit")
 
 
 @pytest.fixture(autouse=True)
