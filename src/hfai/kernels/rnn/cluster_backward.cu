@@ -262,14 +262,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       }
       // For the recurrent product: rows unit * GATES + gate.
       const int first = item_of(i) / COLUMNS * GATES;
-      auto put = [&](int to, auto part_of) {
+      auto put = [&](int to, bool rest) {
         auto place = [&](int k) {
           return step_gradients + k / VECTOR * VECTOR_PITCH + to * 16 +
                  k % VECTOR * static_cast<int>(sizeof(T));
         };
         float part[GATES];
 #pragma unroll
-        for (int g = 0; g < GATES; ++g) part[g] = part_of(d[i][CELL == GRU ? g + 1 : g]);
+        for (int g = 0; g < GATES; ++g) {
+          const float gradient = d[i][CELL == GRU ? g + 1 : g];
+          part[g] = rest ? rest_for_products(gradient) : for_products(gradient);
+        }
         if constexpr (GATES == 4 && PRECISION == HALF) {
           *reinterpret_cast<uint2*>(place(first)) =
               uint2{pack_pair<T>(part[0], part[1]), pack_pair<T>(part[2], part[GATES - 1])};
@@ -283,10 +286,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             *reinterpret_cast<T*>(place(first + g)) = from_float<T>(part[g]);
         }
       };
-      put(column, [](float gradient) { return for_products(gradient); });
-      if constexpr (PRECISION == SPLIT)
-        put(column + COLUMNS,
-            [](float gradient) { return rest_for_products(gradient); });
+      put(column, false);
+      if constexpr (PRECISION == SPLIT) put(column + COLUMNS, true);
     }
     lost = __syncthreads_or(patience.lost);
     if (lost) return;

@@ -25,10 +25,10 @@ constexpr int CHUNKS = ceil_div(HIDDEN, CHUNK);
 // Units that are sent; further ones are zeros that nobody waits for.
 constexpr int SENT_UNITS = smaller(UNITS * CLUSTER, CHUNKS * CHUNK);
 static_assert(SENT_UNITS % VECTOR == 0, "a lane's vector is sent as a whole");
-constexpr int VECTORS = CHUNKS * 4, SENT_VECTORS = SENT_UNITS / VECTOR;
+constexpr int ALL_VECTORS = CHUNKS * 4, SENT_VECTORS = SENT_UNITS / VECTOR;
 // Bytes between vectors of one column, such that no two lanes of a quarter of a warp meet in a bank.
 constexpr int VECTOR_PITCH = SENT_COLUMNS * 16 + 32;
-constexpr int SLOT = VECTORS * VECTOR_PITCH;
+constexpr int SLOT = ALL_VECTORS * VECTOR_PITCH;
 constexpr int SLOTS = 4;
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 constexpr int BUFFERS = smaller(PARTS, 2);
@@ -47,6 +47,36 @@ union WeightVector {
 };
 
 constexpr int Y_PITCH = DIRECTIONS * HIDDEN;
+
+// A warp's rows, from its first unit. VECTORS: whether they lie as vectors do.
+template <bool VECTORS>
+__device__ __forceinline__ void load_weights(Fragment (&matrix)[M_TILES][CHUNKS], const T* weight,
+                                             int first_unit) {
+  const int row_lane = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int unit =
+          first_unit + m * TILE_UNITS + (GATES == 1 ? row_lane + 8 * half : row_lane % 4);
+      const int gate = GATES == 1 ? 0 : row_lane / 4 * 2 + half;
+      const T* const row = weight + static_cast<i64>(gate * HIDDEN + unit) * HIDDEN;
+      const int columns = gate < GATES && unit < HIDDEN ? HIDDEN : 0;
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int first = chunk * CHUNK + quad * VECTOR;
+        WeightVector vector = {uint4{0, 0, 0, 0}};
+        if constexpr (VECTORS) {
+          if (first < columns) vector.whole = *reinterpret_cast<const uint4*>(row + first);
+        } else {
+#pragma unroll
+          for (int i = 0; i < VECTOR; ++i)
+            if (first + i < columns) vector.element[i] = row[first + i];
+        }
+        matrix[m][chunk].set_row(half, vector.element);
+      }
+    }
+}
 
 extern __shared__ float memory[];  // [SLOTS][SLOT] bytes
 
@@ -72,43 +102,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   const int first_unit = rank * UNITS + warp * M_TILES * TILE_UNITS;  // of the warp
   Fragment matrix[M_TILES][CHUNKS];
-  auto load = [&](auto read) {
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int unit = first_unit + m * TILE_UNITS +
-                         (GATES == 1 ? row_lane + 8 * half : row_lane % 4);
-        const int gate = GATES == 1 ? 0 : row_lane / 4 * 2 + half;
-        const T* const row = weight + static_cast<i64>(gate * HIDDEN + unit) * HIDDEN;
-        const int columns = gate < GATES && unit < HIDDEN ? HIDDEN : 0;
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-          const int first = chunk * CHUNK + quad * VECTOR;
-          WeightVector vector = {uint4{0, 0, 0, 0}};
-          read(vector, row + first, columns - first);
-          matrix[m][chunk].set_row(half, vector.element);
-        }
-      }
-  };
-  // Whole vectors where they lie as vectors do.
   if (HIDDEN % VECTOR == 0 && reinterpret_cast<u64>(weight) % 16 == 0)
-    load([](WeightVector& vector, const T* source, int left) {
-      if (left > 0) vector.whole = *reinterpret_cast<const uint4*>(source);
-    });
+    load_weights<true>(matrix, weight, first_unit);
   else
-    load([](WeightVector& vector, const T* source, int left) {
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i)
-        if (i < left) vector.element[i] = source[i];
-    });
+    load_weights<false>(matrix, weight, first_unit);
 
   // Places for h: absent where somebody will send, else zero.
   const SharedAddress slots = shared_address(memory);
-  for (int i = threadIdx.x; i < SLOTS * VECTORS * SENT_COLUMNS; i += THREADS) {
-    const int column = i % SENT_COLUMNS, vector = i / SENT_COLUMNS % VECTORS;
+  for (int i = threadIdx.x; i < SLOTS * ALL_VECTORS * SENT_COLUMNS; i += THREADS) {
+    const int column = i % SENT_COLUMNS, vector = i / SENT_COLUMNS % ALL_VECTORS;
     const u32 word = vector < SENT_VECTORS ? ABSENT : 0;
-    const int slot = i / SENT_COLUMNS / VECTORS;
+    const int slot = i / SENT_COLUMNS / ALL_VECTORS;
     store_in_cluster<1>(slots + slot * SLOT + vector * VECTOR_PITCH + column * 16, word, word, word,
                         word);
   }
