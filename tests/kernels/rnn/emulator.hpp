@@ -289,22 +289,35 @@ inline SharedAddress in_block(SharedAddress address, int rank) {
   return address - reinterpret_cast<char*>(emulator::shared_memory()) +
          reinterpret_cast<char*>(emulator::shared_memory_of(there));
 }
+struct ByteBarrier {
+  int bytes;  // that are expected and have not come
+  short arrived, round;
+};
+inline ByteBarrier& barrier_at(SharedAddress place) {
+  return *reinterpret_cast<ByteBarrier*>(place);
+}
+inline void count_bytes(ByteBarrier& barrier, int bytes) {
+  barrier.bytes += bytes;
+  if (!barrier.arrived || barrier.bytes) return;
+  barrier.arrived = 0;
+  ++barrier.round;
+}
+inline void set_up_barrier(SharedAddress place) { barrier_at(place) = {0, 0, 0}; }
+inline void expect_bytes(SharedAddress place, u32 bytes) {
+  barrier_at(place).arrived = 1;
+  count_bytes(barrier_at(place), bytes);
+}
+inline bool is_complete(SharedAddress place, u32 parity) {
+  emulator::yield();
+  return static_cast<u32>(barrier_at(place).round & 1) != parity;
+}
 template <int SIZE, class... Words>
-inline void store_in_cluster(SharedAddress target, Words... words) {
+inline void send(SharedAddress target, SharedAddress barrier, Words... words) {
   if (SIZE > 1 && blockIdx.x == muted_block) return;
   const u32 all[] = {words...};
   std::memcpy(target, all, sizeof(all));
+  if (SIZE > 1) count_bytes(barrier_at(barrier), -static_cast<int>(sizeof(all)));
   emulator::moved = true;
-}
-inline void load_from_cluster(u32 (&word)[4], SharedAddress source) {
-  emulator::yield();
-  std::memcpy(word, source, 16);
-}
-inline u32 load_from_cluster(SharedAddress source) {
-  emulator::yield();
-  u32 word;
-  std::memcpy(&word, source, 4);
-  return word;
 }
 template <int SIZE>
 inline void wait_for_cluster() {

@@ -9,9 +9,7 @@
 //      gates' gradients, for the products afterwards and, in shared memory, for this block's;
 //   2. (barrier of the block) every warp multiplies them with its stretch of the transposed matrix
 //      and sends.
-// Two slots of messages are used in turn and the lowest mantissa bit of each value says which step it
-// is of (exchange.cuh). A slot is overwritten only by those who have received what was made from its
-// last content.
+// Messages have two places in turn (arrivals.cuh).
 //
 // Memory: as in backward.cu, without its `mailbox`; rows of `states` have STATE_WIDTH elements.
 
@@ -34,7 +32,10 @@ static_assert(!SHORT_MESSAGES || PRECISION == HALF, "two values of T make a word
 constexpr int VECTOR_PITCH = SENT_COLUMNS * 16 + 32;
 constexpr int GRADIENTS = CHUNKS * 4 * VECTOR_PITCH;
 
-// [2][CLUSTER][MESSAGE] messages, [2][GRADIENTS], and then the matrix's part
+constexpr int MESSAGES = CLUSTER * MESSAGE * 4;  // bytes of one step
+constexpr int BARRIERS = PLACES * (MESSAGES + GRADIENTS);  // where they begin
+
+// [PLACES][CLUSTER][MESSAGE] messages, [PLACES][GRADIENTS], and the barriers of the places
 extern __shared__ float memory[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -53,16 +54,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   states += direction * (steps + 1) * batch * STATE_WIDTH;
   const i64 state_base = direction * batch * HIDDEN;
   Patience patience(status);
-  char* const gradients = reinterpret_cast<char*>(memory) + 2 * CLUSTER * MESSAGE * 4;
+  char* const gradients = reinterpret_cast<char*>(memory) + PLACES * MESSAGES;
 
-  Matrix<M_TILES, CHUNKS> matrix(gradients + 2 * GRADIENTS);
+  Matrix<M_TILES, CHUNKS> matrix(nullptr);
   matrix.load([&](int row, int k) {
     const int to = warp * M_TILES * 16 + row, unit = rank * UNITS + k / GATES;
     if (to >= HIDDEN || k >= ROWS || unit >= HIDDEN) return from_float<T>(0.0f);
     return weight[static_cast<i64>(k % GATES * HIDDEN + unit) * HIDDEN + to];
   });
-  for (int i = threadIdx.x; i < 2 * CLUSTER * MESSAGE + GRADIENTS / 2; i += THREADS)
-    memory[i] = 0.0f;
+  for (int i = threadIdx.x; i < BARRIERS / 4; i += THREADS) memory[i] = 0.0f;
+  const SharedAddress messages = shared_address(memory);
+  const Arrivals<CLUSTER> arrivals(messages + BARRIERS, MESSAGES);
 
   // Item i is the cell of the thread's sequence and one of this block's units.
   auto item_of = [&](int i) { return static_cast<int>(threadIdx.x) + i * THREADS; };
@@ -84,40 +86,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     dc[i] = CELL == LSTM && real && dcn ? to_float(dcn[state]) : 0.0f;
   }
 
-  const SharedAddress messages = shared_address(memory);
-  u32 word[ITEMS][CLUSTER];
-  auto fetch = [&](int step) {
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-#pragma unroll
-      for (int from = 0; from < CLUSTER; ++from)
-        if (has_item(i))
-          word[i][from] = load_from_cluster(
-              messages +
-              (((step & 1) * CLUSTER + from) * MESSAGE + item_of(i) / IN_WORD) * 4);
-  };
-  auto waiting = [&](int step) {
-    u32 differ = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-#pragma unroll
-      for (int from = 0; from < CLUSTER; ++from)
-        if (has_item(i)) differ |= word[i][from] ^ tag_of(step);
-    return (differ & 1) != 0 && patience.again();
-  };
-  auto receive = [&](int step) {
-    fetch(step);
-    while (__any_sync(0xffffffffu, waiting(step))) fetch(step);
-    patience.rest();
-  };
-  auto received = [&](int i) {
+  // The sum of what was sent in step `step` for a thread's item; all have waited for it.
+  auto received = [&](int step, int i) {
+    const u32* const from = reinterpret_cast<const u32*>(memory) +
+                            step % PLACES * CLUSTER * MESSAGE + item_of(i) / IN_WORD;
     float sum = 0.0f;
 #pragma unroll
-    for (int from = 0; from < CLUSTER; ++from) {
+    for (int sender = 0; sender < CLUSTER; ++sender) {
+      const u32 word = from[sender * MESSAGE];
       if constexpr (SHORT_MESSAGES)
-        sum += value_of_half<T>(item_of(i) % 2 ? word[i][from] >> 16 : word[i][from] & 0xfffeu);
+        sum += value_of_half<T>(item_of(i) % 2 ? word >> 16 : word & 0xffffu);
       else
-        sum += without_tag(word[i][from]);
+        sum += __uint_as_float(word);
     }
     return sum;
   };
@@ -190,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     read(1, coming[1]);
   }
 
-  wait_for_cluster<CLUSTER>();  // everybody's slots are zeros
+  wait_for_cluster<CLUSTER>();  // everybody's barriers are set up
 
   bool lost = false;  // whether anybody in the block has waited in vain
   // Two steps a turn, so that what comes for the one is not moved, and waited for, in the other.
@@ -229,13 +209,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         factor[i][0] = CELL == RNN_RELU ? (before > 0.0f ? 1.0f : 0.0f) : 1.0f - before * before;
       }
     }
-    if (step > 0) receive(step - 1);
+    if (step > 0) arrivals.wait(step - 1, patience);
 
     float d[ITEMS][KEPT];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (!has_item(i)) continue;
-      const float carried = through[i] + (step > 0 ? received(i) : 0.0f);
+      const float carried = through[i] + (step > 0 ? received(step - 1, i) : 0.0f);
       dh[i] += carried;
       if constexpr (CELL == LSTM) {
         const float dcell = dc[i] + dh[i] * of_dc[i];
@@ -292,7 +272,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     lost = __syncthreads_or(patience.lost);
     if (lost) return;
 
-    const u32 tag = tag_of(step);
     RightOperand right[CHUNKS];
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k) {
@@ -323,15 +302,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int half = 0; half < 2; ++half) {
         const int first = (warp * M_TILES + m) * 16 + half * 8;  // of eight rows of one block
         if (first >= WIDTH || pair >= COLUMNS) continue;
+        const SharedAddress there = in_block<CLUSTER>(messages, first / UNITS);
+        const SharedAddress barrier = there + BARRIERS + step % PLACES * 8;
         const SharedAddress place =
-            in_block<CLUSTER>(messages, first / UNITS) +
-            (((step & 1) * CLUSTER + rank) * MESSAGE +
-             ((first % UNITS + lane / 4) * COLUMNS + pair) / IN_WORD) * 4;
+            there + step % PLACES * MESSAGES +
+            (rank * MESSAGE + ((first % UNITS + lane / 4) * COLUMNS + pair) / IN_WORD) * 4;
         if constexpr (SHORT_MESSAGES)
-          store_in_cluster<CLUSTER>(place, with_tag(sum[half * 2], sum[half * 2 + 1], tag));
+          send<CLUSTER>(place, barrier, pack_pair<T>(sum[half * 2], sum[half * 2 + 1]));
         else
-          store_in_cluster<CLUSTER>(place, with_tag(sum[half * 2], tag),
-                                    with_tag(sum[half * 2 + 1], tag));
+          send<CLUSTER>(place, barrier, __float_as_uint(sum[half * 2]),
+                        __float_as_uint(sum[half * 2 + 1]));
       }
     }
     read(step + AHEAD, coming);
@@ -350,13 +330,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < AHEAD; ++i)
       if (step + i <= last && !lost) one_step(step + i, coming[i]);
 
-  if (steps > 0 && !lost) receive(last);
+  if (steps > 0 && !lost) arrivals.wait(last, patience);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int unit = unit_of(i);
     if (!has_item(i) || sequence >= batch || unit >= HIDDEN) continue;
     const i64 state = state_base + sequence * HIDDEN + unit;
-    dh0[state] = from_float<T>(through[i] + (steps > 0 ? received(i) : 0.0f));
+    dh0[state] = from_float<T>(through[i] + (steps > 0 ? received(last, i) : 0.0f));
     if constexpr (CELL == LSTM) dc0[state] = from_float<T>(dc[i]);
   }
   wait_for_cluster<CLUSTER>();  // nobody's shared memory goes away while others store to it

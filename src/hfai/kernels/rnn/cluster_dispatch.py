@@ -22,11 +22,11 @@ MOST_TILES = 4  # of a warp of forward
 # Cycles, on one multiprocessor: of a trip to another's shared memory, of a product of a warp that
 # has a quarter of the multiprocessor for itself, of one that waits for another's sum, of a lane's
 # cells of one tile; and bytes a cycle that reach its shared memory, and its own warps from it.
-TRIP = 450
+TRIP = 250
 PRODUCT = 8
 CHAINED_PRODUCT = 33
 CELLS = 60
-RECEIVED_BYTES = 14
+RECEIVED_BYTES = {1: 64, 2: 13, 4: 13, 8: 13, 16: 6}  # by the blocks of a cluster
 READ_BYTES = 128
 
 
@@ -60,38 +60,53 @@ def choose(
     limits: DeviceLimits,
 ) -> ClusterPlan | None:
     """Return the plan that should be the fastest, or None where none fits the device."""
-    columns = 4 if precision is Precision.SPLIT or batch <= 4 else 8
-    best = None
-    for forward, backward in _shapes(cell, hidden, directions, columns, precision, limits):
-        best = ClusterPlan(cell, hidden, directions, precision, columns, forward, backward)
-    return best
+    narrow = precision is Precision.SPLIT or batch <= 4
+    found = [
+        plan
+        for columns in ((4,) if narrow else (8, 4))
+        if (plan := _with_columns(cell, hidden, directions, columns, precision, limits))
+    ]
+
+    def cost(plan: ClusterPlan) -> float:
+        clusters = plan.clusters(batch)
+        return forward_cycles(plan) * _waves(clusters, plan.forward_shape, limits) + (
+            backward_cycles(plan) * _waves(clusters, plan.backward_shape, limits)
+        )
+
+    return min(found, key=cost, default=None)
 
 
-def _shapes(
+def _waves(clusters: int, shape: Shape, limits: DeviceLimits) -> int:
+    """Return how often the device must be filled to run so many clusters, a block at a time."""
+    return -(-clusters // max(1, limits.multiprocessors // shape.cluster))
+
+
+def _with_columns(
     cell: Cell, hidden: int, directions: int, columns: int, precision: Precision,
     limits: DeviceLimits,
-) -> Iterator[tuple[Shape, Shape]]:  # fmt: skip
-    """Yield the best shapes of both passes, if there are any."""
+) -> ClusterPlan | None:  # fmt: skip
+    """Return the plan with the best shapes of both passes, if there are any that fit."""
 
     def plan(forward: Shape, backward: Shape) -> ClusterPlan:
         return ClusterPlan(cell, hidden, directions, precision, columns, forward, backward)
 
-    backward_stand_in = Shape(1, 16, 8)
+    # Each pass is judged alone: the other's shape does not matter to it.
     forward = [
         shape
         for shape in forward_shapes(cell, hidden)
-        if plan(shape, backward_stand_in).fits_forward(limits)
+        if plan(shape, Shape(1, 16, 8)).fits_forward(limits)
     ]
     backward = [
         shape
         for shape in backward_shapes(hidden)
-        if plan(forward[0] if forward else shape, shape).fits_backward(limits)
+        if plan(Shape(1, 1, 16), shape).fits_backward(limits)
     ]
-    if forward and backward:
-        yield (
-            min(forward, key=lambda shape: forward_cycles(plan(shape, backward[0]))),
-            min(backward, key=lambda shape: backward_cycles(plan(forward[0], shape))),
-        )
+    if not forward or not backward:
+        return None
+    return plan(
+        min(forward, key=lambda shape: forward_cycles(plan(shape, backward[0]))),
+        min(backward, key=lambda shape: backward_cycles(plan(forward[0], shape))),
+    )
 
 
 def forward_shapes(cell: Cell, hidden: int) -> Iterator[Shape]:
@@ -128,7 +143,7 @@ def forward_cycles(plan: ClusterPlan) -> float:
     read = shape.warps * row / READ_BYTES
     cells = CELLS * plan.forward_tiles * (4 if plan.cell.gates == 1 else 1)
     cycles = max(products, chained * CHAINED_PRODUCT) + read + cells
-    return cycles + (TRIP + row / RECEIVED_BYTES if shape.cluster > 1 else 0)
+    return cycles + (TRIP if shape.cluster > 1 else 0) + row / RECEIVED_BYTES[shape.cluster]
 
 
 def backward_cycles(plan: ClusterPlan) -> float:
@@ -143,4 +158,4 @@ def backward_cycles(plan: ClusterPlan) -> float:
     cells = items * (CELLS + 4 * shape.cluster)
     sent = 4 * shape.units * shape.cluster * plan.columns
     cycles = max(products, chained) + read + cells
-    return cycles + (TRIP + sent / RECEIVED_BYTES if shape.cluster > 1 else sent / READ_BYTES)
+    return cycles + (TRIP if shape.cluster > 1 else 0) + sent / RECEIVED_BYTES[shape.cluster]

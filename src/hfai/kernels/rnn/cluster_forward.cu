@@ -5,15 +5,11 @@
 // A warp owns M_TILES tiles of 16 rows of the recurrent matrix, for the whole summed dimension, and
 // keeps them in registers. LSTM and GRU: a tile is 4 units times 4 gates, laid out
 // so that lanes `lane` and `lane ^ 16` have a unit's four sums of two sequences; they trade, and each
-// has a cell of its own. RNN: a tile is 16 units. So no two warps of a block ever add up, and a step
-// has no barrier:
+// has a cell of its own. RNN: a tile is 16 units. So no two warps of a block ever add up. In
+// each step
 //   1. every warp waits for all of h in its own block's shared memory and multiplies it;
-//   2. its lanes make their cells' new h and store it into the shared memory of every block.
-//
-// h of a step has one of SLOTS places, filled with ABSENT, a NaN that is never stored: a word that
-// differs has arrived. Whoever has all of step s knows that every warp of the cluster is done with
-// the place of step s - 1, and empties its part of it; it is written again by those who have seen what
-// this warp sends two steps later.
+//   2. its lanes make their cells' new h and send it into the shared memory of every block.
+// h has two places in turn (arrivals.cuh).
 //
 // Memory: as in forward.cu, without its `exchange`; rows of `states` have STATE_WIDTH elements.
 
@@ -28,8 +24,8 @@ static_assert(SENT_UNITS % VECTOR == 0, "a lane's vector is sent as a whole");
 constexpr int ALL_VECTORS = CHUNKS * 4, SENT_VECTORS = SENT_UNITS / VECTOR;
 // Bytes between vectors of one column, such that no two lanes of a quarter of a warp meet in a bank.
 constexpr int VECTOR_PITCH = SENT_COLUMNS * 16 + 32;
-constexpr int SLOT = ALL_VECTORS * VECTOR_PITCH;
-constexpr int SLOTS = 4;
+constexpr int PLACE = ALL_VECTORS * VECTOR_PITCH;
+constexpr int BARRIERS = PLACES * PLACE;  // where they begin
 constexpr int PARTS = ceil_div(CHUNKS, AT_ONCE);
 constexpr int BUFFERS = smaller(PARTS, 2);
 constexpr int CHAINS = smaller(CHUNKS, M_TILES == 1 ? 4 : 2);  // of products that wait for each other
@@ -78,7 +74,7 @@ __device__ __forceinline__ void load_weights(Fragment (&matrix)[M_TILES][CHUNKS]
     }
 }
 
-extern __shared__ float memory[];  // [SLOTS][SLOT] bytes
+extern __shared__ float memory[];  // [PLACES][PLACE] bytes, and the barriers of the places
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hfai_rnn_cluster_forward(T* gates, const T* weight_0, const T* weight_1, const T* bias_input_0,
@@ -107,15 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   else
     load_weights<false>(matrix, weight, first_unit);
 
-  // Places for h: absent where somebody will send, else zero.
-  const SharedAddress slots = shared_address(memory);
-  for (int i = threadIdx.x; i < SLOTS * ALL_VECTORS * SENT_COLUMNS; i += THREADS) {
-    const int column = i % SENT_COLUMNS, vector = i / SENT_COLUMNS % ALL_VECTORS;
-    const u32 word = vector < SENT_VECTORS ? ABSENT : 0;
-    const int slot = i / SENT_COLUMNS / ALL_VECTORS;
-    store_in_cluster<1>(slots + slot * SLOT + vector * VECTOR_PITCH + column * 16, word, word, word,
-                        word);
-  }
+  // Vectors that nobody sends are zeros.
+  for (int i = threadIdx.x; i < BARRIERS / 4; i += THREADS) memory[i] = 0.0f;
+  const SharedAddress places = shared_address(memory);
+  const Arrivals<CLUSTER> arrivals(places + BARRIERS, SENT_VECTORS * SENT_COLUMNS * 16);
 
   // A lane's cells: of tile m, cell i is unit `unit_of(m, i)` of the tile's sequence `column_of(i)`.
   // With SPLIT the upper two lanes of a quad repeat the cells of the lower two and send the rests.
@@ -173,11 +164,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int i = 0; i < TARGETS; ++i)
     target[i] =
-        in_block<CLUSTER>(slots, smaller(i * SENDERS + row_lane % SENDERS, CLUSTER - 1));
-  // Stores into every block, to be place `slot`.
-  auto publish = [&](int slot) {
-    auto place = [&](int unit, int column) {
-      return slot * SLOT + unit / VECTOR * VECTOR_PITCH + column * 16 +
+        in_block<CLUSTER>(places, smaller(i * SENDERS + row_lane % SENDERS, CLUSTER - 1));
+  // Sends h, to be what step `step` begins with.
+  auto publish = [&](int step) {
+    const int barrier = BARRIERS + step % PLACES * 8;
+    auto place_of = [&](int unit, int column) {
+      return step % PLACES * PLACE + unit / VECTOR * VECTOR_PITCH + column * 16 +
              unit % VECTOR * static_cast<int>(sizeof(T));
     };
     auto value_of = [&](int m, int i) {
@@ -197,18 +189,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (i % 2 == 1) continue;
             const bool odd = row_lane % 2 == 1;
             const float other = __shfl_xor_sync(0xffffffffu, odd ? h[m][i] : h[m][i + 1], 4);
-            const T mine = from_float<T>(odd ? h[m][i + 1] : h[m][i]);
-            word = odd ? without_absent(from_float<T>(other), mine)
-                       : without_absent(mine, from_float<T>(other));
+            const float own = odd ? h[m][i + 1] : h[m][i];
+            word = odd ? pack_pair<T>(other, own) : pack_pair<T>(own, other);
             unit -= odd;
             column += odd;
           } else {
-            word = without_absent(value_of(m, i));
+            word = __float_as_uint(value_of(m, i));
           }
           if (column >= SENT_COLUMNS || unit >= SENT_UNITS) continue;
 #pragma unroll
           for (int r = 0; r < TARGETS; ++r)
-            store_in_cluster<CLUSTER>(target[r] + place(unit, column), word);
+            send<CLUSTER>(target[r] + place_of(unit, column), target[r] + barrier, word);
         }
     } else {
       constexpr int WORDS = SENDERS / PER_WORD;  // of a tile
@@ -217,10 +208,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int m = 0; m < M_TILES; ++m) {
         if constexpr (PRECISION == HALF) {
           const float other = __shfl_xor_sync(0xffffffffu, h[m][0], 4);
-          const T mine = from_float<T>(h[m][0]), others = from_float<T>(other);
-          word[m][0] = row_lane & 1 ? without_absent(others, mine) : without_absent(mine, others);
+          word[m][0] = row_lane & 1 ? pack_pair<T>(other, h[m][0]) : pack_pair<T>(h[m][0], other);
         } else {
-          word[m][0] = without_absent(value_of(m, 0));
+          word[m][0] = __float_as_uint(value_of(m, 0));
           if constexpr (LEVELS > 0) {
             const u32 other = __shfl_xor_sync(0xffffffffu, word[m][0], 4);
             word[m][1] = row_lane & 1 ? word[m][0] : other;
@@ -243,49 +233,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (r * SENDERS + row_lane % SENDERS >= CLUSTER) continue;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
-          const SharedAddress there = target[r] + place(unit + m * 4, column);
+          const SharedAddress there = target[r] + place_of(unit + m * 4, column);
           if (SENT_UNITS < UNITS * CLUSTER && unit + m * 4 >= SENT_UNITS) continue;
           if constexpr (PRECISION == HALF && WORDS == 2 && M_TILES % 2 == 0) {
             if (m % 2 == 0)  // two tiles are a vector
-              store_in_cluster<CLUSTER>(there, word[m][0], word[m][1],
-                                        word[smaller(m + 1, M_TILES - 1)][0],
-                                        word[smaller(m + 1, M_TILES - 1)][1]);
+              send<CLUSTER>(there, target[r] + barrier, word[m][0], word[m][1],
+                            word[smaller(m + 1, M_TILES - 1)][0],
+                            word[smaller(m + 1, M_TILES - 1)][1]);
           } else if constexpr (WORDS == 4) {
-            store_in_cluster<CLUSTER>(there, word[m][0], word[m][1], word[m][2], word[m][3]);
+            send<CLUSTER>(there, target[r] + barrier, word[m][0], word[m][1], word[m][2], word[m][3]);
           } else if constexpr (WORDS == 2) {
-            store_in_cluster<CLUSTER>(there, word[m][0], word[m][1]);
+            send<CLUSTER>(there, target[r] + barrier, word[m][0], word[m][1]);
           } else {
-            store_in_cluster<CLUSTER>(there, word[m][0]);
+            send<CLUSTER>(there, target[r] + barrier, word[m][0]);
           }
         }
       }
     }
   };
-  // A lane's part of h comes in rounds of AT_ONCE chunks.
-  const SharedAddress mine = slots + quad * VECTOR_PITCH + row_lane % SENT_COLUMNS * 16;
+  // A lane's part of h is read in rounds of AT_ONCE chunks. Lanes beyond the last column repeat
+  // others': what they make of it is in columns nobody reads.
+  const char* const mine = reinterpret_cast<const char*>(memory) + quad * VECTOR_PITCH +
+                           row_lane % SENT_COLUMNS * 16;
   u32 word[BUFFERS][AT_ONCE][4];
-  // Lanes beyond the last column repeat others': what they make of it is in columns nobody reads.
-  auto fetch = [&](int slot, int part) {
+  auto fetch = [&](int step, int part) {
 #pragma unroll
-    for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k)
-      load_from_cluster(word[part % BUFFERS][k],
-                        mine + slot * SLOT + (part * AT_ONCE + k) * 4 * VECTOR_PITCH);
-  };
-  auto waiting = [&](int part) {
-    bool absent = false;
-#pragma unroll
-    for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k)
-      absent = absent || any_absent(word[part % BUFFERS][k]);
-    return absent && patience.again();
-  };
-  auto empty = [&](int slot) {
-#pragma unroll
-    for (int round = 0; round < ceil_div(SENT_VECTORS * SENT_COLUMNS, THREADS); ++round) {
-      const int i = static_cast<int>(threadIdx.x) + round * THREADS;
-      if (i < SENT_VECTORS * SENT_COLUMNS)
-        store_in_cluster<1>(
-            slots + i / SENT_COLUMNS * VECTOR_PITCH + i % SENT_COLUMNS * 16 + slot * SLOT, ABSENT,
-            ABSENT, ABSENT, ABSENT);
+    for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k) {
+      const uint4 vector = *reinterpret_cast<const uint4*>(
+          mine + step % PLACES * PLACE + (part * AT_ONCE + k) * 4 * VECTOR_PITCH);
+      u32(&into)[4] = word[part % BUFFERS][k];
+      into[0] = vector.x;
+      into[1] = vector.y;
+      into[2] = vector.z;
+      into[3] = vector.w;
     }
   };
 
@@ -348,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     input_ahead += row_ahead * GATE_PITCH;
   }
 
-  wait_for_cluster<CLUSTER>();  // everybody's places are empty
+  wait_for_cluster<CLUSTER>();  // everybody's barriers are set up
   if (steps > 0) publish(0);
   keep();
 
@@ -356,17 +336,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Two steps a turn, so that what comes for the one is not moved, and waited for, in the other.
   auto one_step = [&](int step, T (&coming)[M_TILES][CELLS][GATES]) {
     const int t = time_of(step);
-    const int slot = step & (SLOTS - 1);
 
     float input[M_TILES][CELLS][GATES];
     float sum[M_TILES][CHAINS][4];
 #pragma unroll
     for (int i = 0; i < 4 * CHAINS * M_TILES; ++i) sum[i / 4 / CHAINS][i / 4 % CHAINS][i % 4] = 0.0f;
-    fetch(slot, 0);
+    arrivals.wait(step, patience);
+    fetch(step, 0);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      while (__any_sync(0xffffffffu, waiting(part))) fetch(slot, part);
-      if (part + 1 < PARTS) fetch(slot, part + 1);
+      if (part + 1 < PARTS) fetch(step, part + 1);
 #pragma unroll
       for (int k = 0; k < smaller(AT_ONCE, CHUNKS - part * AT_ONCE); ++k) {
         const RightOperand right(word[part % BUFFERS][k]);
@@ -375,8 +354,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           matrix[m][part * AT_ONCE + k].multiply(sum[m][k % CHAINS], right);
       }
     }
-    patience.rest();
-    if (step > 0) empty((slot + SLOTS - 1) & (SLOTS - 1));
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -445,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     // Who waits in vain goes on with what it has until it has sent: the check is off the chain here.
     if (step < last) {
-      publish((slot + 1) & (SLOTS - 1));
+      publish(step + 1);
       read_input(coming, step + AHEAD, input_ahead);
     }
     lost = __any_sync(0xffffffffu, patience.lost);

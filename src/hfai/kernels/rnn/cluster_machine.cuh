@@ -1,5 +1,9 @@
-// Shared memory of a cluster of SIZE blocks: stores that other blocks see and loads that see them,
-// without a barrier. For devices with clusters (sm_90 and later).
+// How blocks of a cluster of SIZE hand each other values, a step at a time, through their shared
+// memory. For devices with clusters (sm_90 and later).
+//
+// A store into another block's shared memory takes with it how many bytes it was, and the receiver's
+// barrier for this step (`Arrivals`) counts them: who waits for the barrier sees all that was stored.
+// A block that is alone waits for its own threads.
 
 typedef u32 SharedAddress;
 
@@ -15,48 +19,67 @@ __device__ __forceinline__ SharedAddress in_block(SharedAddress address, int ran
   return there;
 }
 
-// Relaxed accesses at the cluster's scope: each 32-bit word arrives whole, and nothing is promised of
-// the order of different words, so every word must tell by itself whether it has arrived.
+// Stores 4, 8 or 16 bytes to where `in_block` points, and reports them to that block's barrier.
 template <int SIZE>
-__device__ __forceinline__ void store_in_cluster(SharedAddress target, u32 word) {
+__device__ __forceinline__ void send(SharedAddress target, SharedAddress barrier, u32 word) {
   if constexpr (SIZE == 1)
-    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(target), "r"(word) : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(target), "r"(word) : "memory");
   else
-    asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(target), "r"(word)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                     target),
+                 "r"(word), "r"(barrier)
                  : "memory");
 }
 template <int SIZE>
-__device__ __forceinline__ void store_in_cluster(SharedAddress target, u32 first, u32 second) {
+__device__ __forceinline__ void send(SharedAddress target, SharedAddress barrier, u32 first,
+                                     u32 second) {
   if constexpr (SIZE == 1)
-    asm volatile("st.volatile.shared.v2.u32 [%0], {%1, %2};" ::"r"(target), "r"(first), "r"(second)
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(target), "r"(first), "r"(second)
                  : "memory");
   else
-    asm volatile("st.relaxed.cluster.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(target),
-                 "r"(first), "r"(second)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::"r"(
+            target),
+        "r"(first), "r"(second), "r"(barrier)
+        : "memory");
 }
 template <int SIZE>
-__device__ __forceinline__ void store_in_cluster(SharedAddress target, u32 first, u32 second,
-                                                 u32 third, u32 fourth) {
+__device__ __forceinline__ void send(SharedAddress target, SharedAddress barrier, u32 first,
+                                     u32 second, u32 third, u32 fourth) {
   if constexpr (SIZE == 1)
-    asm volatile("st.volatile.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(first),
-                 "r"(second), "r"(third), "r"(fourth)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(first), "r"(second),
+                 "r"(third), "r"(fourth)
                  : "memory");
   else
-    asm volatile("st.relaxed.cluster.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target),
-                 "r"(first), "r"(second), "r"(third), "r"(fourth)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(target),
+        "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(barrier)
+        : "memory");
 }
-__device__ __forceinline__ void load_from_cluster(u32 (&word)[4], SharedAddress source) {
-  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(source)
+
+// Barriers in shared memory, 8 bytes each. One thread sets them up, before `wait_for_cluster`, and
+// tells each, once for every round, how many bytes will come.
+__device__ __forceinline__ void set_up_barrier(SharedAddress barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(SharedAddress barrier, u32 bytes) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
+                   barrier),
+               "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ u32 load_from_cluster(SharedAddress source) {
-  u32 word;
-  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(word) : "r"(source) : "memory");
-  return word;
+// Returns whether a round of the given parity (0, 1, 0, ...) is complete; it may wait for a while.
+__device__ __forceinline__ bool is_complete(SharedAddress barrier, u32 parity) {
+  u32 complete;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+      "selp.u32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return complete != 0;
 }
 
 // All threads of all blocks of the cluster.

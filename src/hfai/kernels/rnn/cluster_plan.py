@@ -15,8 +15,8 @@ from hfai.kernels.rnn.plan import SHARED_BYTES_RESERVED, Cell, Precision
 
 NOT_PORTABLE = {"sm_90": 16, "sm_100": 16}
 """The largest cluster of architectures that have larger ones than all with clusters have."""
-SLOTS = 4
-"""Places for h of one step: `SLOTS` of cluster_forward.cu."""
+PLACES = 2
+"""For what a step is sent: `PLACES` of arrivals.cuh, each with a barrier of 8 bytes."""
 FORWARD_AT_ONCE = 4
 
 
@@ -90,16 +90,16 @@ class ClusterPlan:
     @property
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of cluster_forward.cu."""
-        return SLOTS * 4 * self.forward_chunks * self._vector_pitch
+        return PLACES * (4 * self.forward_chunks * self._vector_pitch + 8)
 
     @property
     def backward_shared_bytes(self) -> int:
         """Dynamic shared memory of cluster_backward.cu."""
         shape = self.backward_shape
-        messages = 2 * 4 * shape.cluster * shape.units * self.columns
+        messages = 4 * shape.cluster * shape.units * self.columns
         if self.short_messages:
             messages //= 2
-        return messages + 2 * 4 * self.backward_chunks * self._vector_pitch
+        return PLACES * (messages + 4 * self.backward_chunks * self._vector_pitch + 8)
 
     @property
     def forward_registers(self) -> int:

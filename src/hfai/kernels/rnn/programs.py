@@ -19,12 +19,13 @@ COMMON = [
 ]
 FORWARD = [*COMMON, "rnn/forward.cu"]
 BACKWARD = [*COMMON, "rnn/backward.cu"]
-CLUSTER_FORWARD = [*COMMON, "rnn/cluster_machine.cuh", "rnn/cluster_forward.cu"]
-CLUSTER_BACKWARD = [*COMMON, "rnn/cluster_machine.cuh", "rnn/cluster_backward.cu"]
+CLUSTER_COMMON = [*COMMON, "rnn/cluster_machine.cuh", "rnn/arrivals.cuh"]
+CLUSTER_FORWARD = [*CLUSTER_COMMON, "rnn/cluster_forward.cu"]
+CLUSTER_BACKWARD = [*CLUSTER_COMMON, "rnn/cluster_backward.cu"]
 
 # Looks at memory before a wait is given up: some seconds.
 PATIENCE = 1 << 22
-CLUSTER_PATIENCE = 1 << 26  # at memory within a cluster, which take a twentieth
+CLUSTER_PATIENCE = 1 << 24  # at a barrier in shared memory, which are quicker
 
 
 @dataclass(frozen=True)
