@@ -12,11 +12,12 @@ struct Arrivals {
 
   // By all threads, before `wait_for_cluster`.
   __device__ Arrivals(SharedAddress barriers, u32 bytes) : barriers(barriers), bytes(bytes) {
-    if (SIZE == 1 || threadIdx.x != 0) return;
-    for (int place = 0; place < PLACES; ++place) {
-      set_up_barrier(barriers + place * 8);
-      expect_bytes(barriers + place * 8, bytes);
-    }
+    if constexpr (SIZE > 1)
+      if (threadIdx.x == 0)
+        for (int place = 0; place < PLACES; ++place) {
+          set_up_barrier(barriers + place * 8);
+          expect_bytes(barriers + place * 8, bytes);
+        }
   }
 
   // Waits for step `step` (0, 1, ...), each of which every warp, or at least the first, waits for.
