@@ -86,8 +86,6 @@ def test_every_cell_in_both_directions_and_sequences_of_different_lengths(cell: 
         (GRU, BF16, HALF, (16, 1, 4), (1, 4, 32), {}),
         (GRU, FP16, HALF, (4, 1, 16), (4, 4, 8), {"short_messages": True}),
         (TANH, FP16, HALF, (2, 1, 16), (2, 2, 16), {}),
-        (TANH, FP32, TF32, (1, 1, 32), (1, 2, 32), {}),
-        (LSTM, FP32, SPLIT, (1, 4, 32), (2, 4, 16), {"wide_rest": False}),
     ],
 )
 def test_every_precision_and_size_of_cluster(

@@ -23,7 +23,7 @@ TYPES = {
 # Weights that lie on no vectors are loaded one by one, all before the first is packed: where the
 # matrix takes most of the registers, some wait in local memory, once a launch.
 MOST_SPILLED = 160
-SIZES = [(Cell.LSTM, 128, 8), (Cell.GRU, 64, 4), (Cell.RNN_RELU, 100, 8)]
+SIZES = [(Cell.LSTM, 128, 8), (Cell.RNN_RELU, 64, 4)]
 LONG = [
     (cell, hidden, batch)
     for cell in (Cell.LSTM, Cell.GRU, Cell.RNN_TANH)

@@ -41,8 +41,6 @@ class ClusterPlan:
     """Sequences of the batch that a cluster takes."""
     forward_shape: Shape
     backward_shape: Shape
-    wide_rest: bool = True
-    """SPLIT only: the weights' rest is kept in TF32 and not in bf16."""
     short_messages: bool = False
     """HALF only: backward's partial sums travel in half precision, half the bytes."""
 
@@ -143,7 +141,7 @@ class ClusterPlan:
             "UNITS": shape.units,
             "COLUMNS": self.columns,
             "WARPS": shape.warps,
-            "WIDE_REST": self.wide_rest,
+            "WIDE_REST": True,
             "IN_SHARED": 0,
             "GATE_PITCH": self.gate_pitch,
             "STATE_WIDTH": self.width,
@@ -179,9 +177,7 @@ class ClusterPlan:
     @property
     def _fragment_registers(self) -> int:
         """Registers that 16 rows of one chunk take."""
-        if self.precision == Precision.SPLIT:
-            return 16 if self.wide_rest else 12
-        return 8
+        return 16 if self.precision == Precision.SPLIT else 8
 
 
 def most_registers(warps: int) -> int:
