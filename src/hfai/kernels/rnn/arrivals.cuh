@@ -1,7 +1,8 @@
 // Waiting for what a step needs, within a cluster. Two places are used in turn, each with a barrier:
 // a place is written again only by those who have received what was made from its last content.
 //
-// Waiting is bounded, as in exchange.cuh: a wait in vain marks `status`, and everybody gives up.
+// Waiting is bounded, here by PATIENCE nanoseconds: a wait in vain marks `status`, and everybody gives
+// up in turn.
 
 constexpr int PLACES = 2;
 
@@ -24,9 +25,16 @@ struct Arrivals {
   __device__ __forceinline__ void wait(int step, Patience& patience) const {
     if constexpr (SIZE > 1) {
       const SharedAddress barrier = barriers + step % PLACES * 8;
-      while (!is_complete(barrier, step / PLACES % 2) && patience.again()) {
+      const u32 parity = step / PLACES % 2;
+      if (!is_complete(barrier, parity)) {
+        const u64 since = nanoseconds();
+        while (!is_complete(barrier, parity)) {
+          if (nanoseconds() - since < PATIENCE) continue;
+          store_shared_by_device(patience.status, 1u);
+          patience.lost = true;
+          break;
+        }
       }
-      patience.rest();
       if (threadIdx.x == 0) expect_bytes(barrier, bytes);  // of the step after the next
     } else {
       __syncthreads();

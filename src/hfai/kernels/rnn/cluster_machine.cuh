@@ -82,6 +82,12 @@ __device__ __forceinline__ bool is_complete(SharedAddress barrier, u32 parity) {
   return complete != 0;
 }
 
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
 // All threads of all blocks of the cluster.
 template <int SIZE>
 __device__ __forceinline__ void wait_for_cluster() {

@@ -25,7 +25,7 @@ CLUSTER_BACKWARD = [*CLUSTER_COMMON, "rnn/cluster_backward.cu"]
 
 # Looks at memory before a wait is given up: some seconds.
 PATIENCE = 1 << 22
-CLUSTER_PATIENCE = 1 << 24  # at a barrier in shared memory, which are quicker
+CLUSTER_PATIENCE = 2_000_000_000  # nanoseconds at a barrier in shared memory
 
 
 @dataclass(frozen=True)
