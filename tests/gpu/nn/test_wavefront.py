@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hfai.kernels.rnn import call, cluster_dispatch, stretches
-from hfai.kernels.rnn.plan import Precision
 from tests.gpu.nn.test_rnn import (
     BF16,
     CUDA,
@@ -31,7 +30,7 @@ __all__ = ["_nothing_gives_up"]
 def _wavefront(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Short sequences of few units run as a wavefront too, if the layers' shape allows it."""
     monkeypatch.setattr(stretches, "STRETCH_ON_HOST", 0.0)
-    monkeypatch.setattr(cluster_dispatch, "MOST_UNITS", dict.fromkeys(Precision, 0))
+    monkeypatch.setattr(cluster_dispatch, "most_sequences", lambda *layer: 0)
     call._found.cache_clear()
     yield
     call._found.cache_clear()

@@ -17,7 +17,7 @@ from torch import Tensor
 from hfai.kernels import coverage, jit
 from hfai.kernels.rnn import autograd, call, cluster_dispatch, dispatch, launch, status
 from hfai.kernels.rnn.launch import Forward, Steps
-from hfai.kernels.rnn.plan import Cell, Precision
+from hfai.kernels.rnn.plan import Cell
 from hfai.kernels.rnn.programs import Configuration, refused
 from tests.kernels.compiled import DEVICES
 
@@ -152,7 +152,7 @@ def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dispatch, "MOST_SEQUENCES", 1 << 16)
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))
-    monkeypatch.setattr(cluster_dispatch, "MOST_UNITS", dict.fromkeys(Precision, 0))
+    monkeypatch.setattr(cluster_dispatch, "most_sequences", lambda *layer: 0)
     call._found.cache_clear()
     yield
     call._found.cache_clear()
@@ -162,8 +162,7 @@ def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def clusters_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let calls take the cluster kernels' path that gain nothing by it."""
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
-    monkeypatch.setattr(cluster_dispatch, "MOST_SEQUENCES", 1 << 16)
-    monkeypatch.setattr(cluster_dispatch, "MOST_UNITS", dict.fromkeys(Precision, 1 << 16))
+    monkeypatch.setattr(cluster_dispatch, "most_sequences", lambda *layer: 1 << 16)
     call._found.cache_clear()
     yield
     call._found.cache_clear()

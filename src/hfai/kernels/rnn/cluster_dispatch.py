@@ -30,10 +30,19 @@ RECEIVED_BYTES = {1: 64, 2: 13, 4: 13, 8: 13, 16: 6}  # by the blocks of a clust
 READ_BYTES = 128
 
 
-# The largest hidden sizes and batches with which clusters were measured to be faster than the other
-# kernels and cuDNN; 0: none yet.
-MOST_UNITS = {Precision.TF32: 0, Precision.SPLIT: 0, Precision.HALF: 0}
-MOST_SEQUENCES = 128
+# Up to how many hidden units (ascending), the largest batch with which clusters were measured to be
+# faster than the other kernels and than cuDNN.
+FASTER: dict[Precision, dict[Cell, tuple[tuple[int, int], ...]]] = {
+    precision: dict.fromkeys(Cell, ()) for precision in Precision
+}
+
+
+def most_sequences(cell: Cell, hidden: int, precision: Precision) -> int:
+    """Return the largest batch that clusters take."""
+    for units, sequences in FASTER[precision][cell]:
+        if hidden <= units:
+            return sequences
+    return 0
 
 
 def choose_where_faster(
@@ -45,7 +54,7 @@ def choose_where_faster(
     limits: DeviceLimits,
 ) -> ClusterPlan | None:
     """As `choose`, but None too where another way was measured to be faster."""
-    if hidden > MOST_UNITS[precision] or batch > MOST_SEQUENCES:
+    if batch > most_sequences(cell, hidden, precision):
         return None
     return choose(cell, hidden, directions, batch, precision, limits)
 
