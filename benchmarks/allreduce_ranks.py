@@ -192,7 +192,7 @@ class Rank:
             self._model = parallel.DistributedDataParallel(
                 module, process_group=self.group, **kwargs
             )
-        self._train = _training(self._model, run)
+        self._train = training(self._model, run)
 
     def step(self, count: int, sync: bool) -> float:
         """Return the seconds of one training step of several, with or without averaging."""
@@ -235,7 +235,7 @@ class Rank:
                     )
                 if kind == "hook":
                     wrapped.register_comm_hook(hfreduce.HookState(nccl), hfreduce.average)
-                self._hooked[kind] = wrapped, _training(wrapped, run)
+                self._hooked[kind] = wrapped, training(wrapped, run)
         found = {}
         for kind, (_, train) in self._hooked.items():
             self._settle()
@@ -322,7 +322,8 @@ def vgg16() -> nn.Module:
     return nn.Sequential(*layers, *head, nn.ReLU(), nn.Linear(4096, 1000))
 
 
-def _training(net: nn.Module, loss_of: Callable[[Any], Tensor]) -> Callable[[], None]:
+def training(net: nn.Module, loss_of: Callable[[Any], Tensor]) -> Callable[[], None]:
+    """Return what trains a model by a step: bfloat16 autocast, torch's fused AdamW."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
 
     def train() -> None:

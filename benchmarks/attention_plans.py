@@ -42,7 +42,7 @@ TOLERANCE = 1e-2
 
 def forward_plans(head: int, length: int, limits: jit.DeviceLimits) -> dict[str, Any]:
     """Return forward's plans by name."""
-    default = hopper.choose_forward(head, length, length, limits)
+    default = hopper.choose_forward(head, BF16, length, length, limits)
     plans: dict[str, Any] = {"default": default}
     for groups in (1, 2, 4):
         for most in (32, 64, 128):
@@ -59,7 +59,7 @@ def forward_plans(head: int, length: int, limits: jit.DeviceLimits) -> dict[str,
 
 def backward_plans(head: int, length: int, limits: jit.DeviceLimits) -> dict[str, Any]:
     """Return backward's plans by name."""
-    default = hopper.choose_backward(head, length, length, limits)
+    default = hopper.choose_backward(head, BF16, length, length, limits)
     other = replace(limits, architecture="sm_90 without wgmma")
     return {
         "default": default,

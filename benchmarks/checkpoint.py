@@ -12,9 +12,9 @@ system calls alone" writes and reads each tensor in a file a rank by one call: w
 
 A round runs all ways in turn, each round starting with another; a figure is of the slower rank,
 from a barrier to a barrier. What is loaded is compared, in the first round. Before a save each rank
-fills as much memory as it is about to write, and frees it: a virtual machine's host takes back
-pages that are free, and giving them again is slower than writing. Planning is counted in seconds of
-the processor, of one core.
+fills as much memory as it is about to write, in small pages and in huge ones, and frees it: a
+virtual machine's host takes back pages that are free, and giving them again is slower than writing.
+Planning is counted in seconds of the processor, of one core.
 
 Files are in the page cache when they are loaded: the disk is not measured there.
 """
@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for this package
 from benchmarks.harness import machine, result, ways
 from hfai import checkpoint
 from hfai.checkpoint.format import Commit, Index, Slice, decode_index, digest, lay_out
+from hfai.checkpoint.page_locked import touched
 from hfai.checkpoint.parts import Part, bytes_of
 from hfai.checkpoint.plan import plan
 
@@ -161,8 +162,10 @@ def read_by_calls(file: str, state: State) -> None:
 
 
 def warm(size: int) -> None:
-    """Have so much memory, and give it back."""
-    torch.ones(size, dtype=torch.uint8)
+    """Have so much memory in small pages, and as much in huge ones, and give it back."""
+    small = torch.ones(size, dtype=torch.uint8)
+    huge = touched(size)
+    del small, huge
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:

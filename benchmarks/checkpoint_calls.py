@@ -7,6 +7,9 @@ segments of 32 MiB: by nothing but system calls; by Python's way, which hashes a
 writes it and behind its reading; and by the native part, with what `save` does (blocks reserved, an
 early start of the disk) and with what `save_async` does (past the page cache). Reads come from the
 page cache. Before a write as much memory is filled and freed; see checkpoint.py.
+
+In memory (tmpfs), where `save` and `save_async` take huge pages or small ones, whichever are
+quicker, each is a way of its own, and files of both are read.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ PYTHON, SAVE, BESIDE = (
     "hashed, native, direct (save_async)",
 )
 NATIVE = "hashed, native"
+SMALL_PAGES, HUGE_PAGES = "hashed, native, 4 KiB pages", "hashed, native, huge pages"
+PLAIN_HUGE = "the system calls alone, of huge pages"
 
 
 class Bench:
@@ -51,6 +56,7 @@ class Bench:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
+        self.huge = path.with_suffix(".huge")
         self.memory = memoryview(mmap.mmap(-1, size))
         block = os.urandom(CHUNK)
         for at in range(0, size, CHUNK):
@@ -66,10 +72,13 @@ class Bench:
     def write(self, way: str) -> None:
         """Write the file and flush it."""
         native = local_files.native
+        if way in (SMALL_PAGES, HUGE_PAGES):
+            native.force_huge_pages(way == HUGE_PAGES)
         if way == PYTHON:
             local_files.native = None
+        path = self.huge if way == HUGE_PAGES else self.path
         try:
-            sink = LocalSink(self.path, 0 if way == PLAIN else self.size, way == BESIDE)
+            sink = LocalSink(path, 0 if way == PLAIN else self.size, way == BESIDE)
             for at in self.segments:
                 if way == PLAIN:
                     sink.write(at, [self.memory[at : at + SEGMENT]])
@@ -78,6 +87,7 @@ class Bench:
             sink.close()
         finally:
             local_files.native = native
+            native.force_huge_pages(None)
 
     def read(self, way: str) -> None:
         """Read the file."""
@@ -85,10 +95,10 @@ class Bench:
         if way == PYTHON:
             local_files.native = None
         try:
-            file = LocalFile(self.path)
+            file = LocalFile(self.huge if way in (PLAIN_HUGE, HUGE_PAGES) else self.path)
             for at in self.segments:
                 view = self.memory[at : at + SEGMENT]
-                if way == PLAIN:
+                if way in (PLAIN, PLAIN_HUGE):
                     file.read_into(at, [view])
                 elif file.read_runs([Run(at, view, self.hashes)], CHUNK) is not None:
                     raise RuntimeError("what is read is not what was written")
@@ -100,6 +110,7 @@ class Bench:
         """Return GB a second, and GB a second of a core."""
         if writes:
             self.path.unlink(missing_ok=True)
+            self.huge.unlink(missing_ok=True)
             warm(self.size)
         start, used = time.perf_counter(), time.process_time()
         call(way)
@@ -127,14 +138,24 @@ def main(gigabytes: float, rounds: int, out: Path) -> None:
     size = max(1, round(gigabytes * 1e9 / SEGMENT)) * SEGMENT
     shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir=shm) as memory:
-        for place, label in ((memory, "in memory (tmpfs)"), (disk, "on a disk")):
+        for place, label, writes, reads in (
+            (
+                memory,
+                "in memory (tmpfs)",
+                (PLAIN, PYTHON, SMALL_PAGES, HUGE_PAGES),
+                (PLAIN, PYTHON, NATIVE, PLAIN_HUGE, HUGE_PAGES),
+            ),
+            (disk, "on a disk", (PLAIN, PYTHON, SAVE, BESIDE), (PLAIN, PYTHON, NATIVE)),
+        ):
             bench = Bench(Path(place, "file"), size)
             for what, call, names in (
-                ("write and flush", bench.write, (PLAIN, PYTHON, SAVE, BESIDE)),
-                ("read", bench.read, (PLAIN, PYTHON, NATIVE)),
+                ("write and flush", bench.write, writes),
+                ("read", bench.read, reads),
             ):
                 if what == "read":
                     bench.write(PLAIN)
+                    if HUGE_PAGES in reads:
+                        bench.write(HUGE_PAGES)
                 figures: list[dict[str, list[float]]] = [{}, {}]
                 for turn in range(rounds):
                     for at in range(len(names)):

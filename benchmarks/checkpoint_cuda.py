@@ -5,7 +5,8 @@
 
 A transformer trains with AdamW (float32 states, bfloat16 products). A round times plain steps, lets
 one way save while the steps go on until the checkpoint is there, and times plain steps again; the
-ways take turns, and a first save of each, which makes its buffers, is reported apart. Per save:
+ways take turns, and a first save of each is reported apart. DCP makes its buffers in it; hfai's are
+prepared before, and what that costs the steps is a figure too. Per save:
 
 - stall: the time of the call, and what the four steps from it on take beyond plain ones. A step
   whose optimizer waits for the copies is among them;
@@ -30,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ from hfai.checkpoint.staging import HostPool
 HFAI, PROCESS, THREAD = "hfai", "torch DCP, a process", "torch DCP, a thread"
 BASELINE = PROCESS
 STALL_STEPS = 4
-PLAIN_STEPS = 8
+PLAIN_STEPS = 4  # before each save, and behind it
 
 
 class Block(nn.Module):
@@ -109,17 +110,24 @@ class Training:
                 found[f"optimizer.{name}.{key}"] = value
         return found
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the same."""
-        yield from self.state().values()
+    def part(self, what: str) -> dict[str, Tensor]:
+        """Return what is loaded: all of it, or the model's."""
+        state = self.state()
+        return {name: t for name, t in state.items() if what == "all" or name.startswith("model.")}
 
     def bytes(self) -> int:
         """Return how many are saved."""
-        return sum(tensor.nbytes for tensor in self.tensors())
+        return total(self.state())
 
-    def sums(self) -> list[int]:
-        """Return a number for the bits of each tensor."""
-        return [int(t.detach().reshape(-1).view(torch.int32).sum()) for t in self.tensors()]
+
+def total(tensors: dict[str, Tensor]) -> int:
+    """Return how many bytes tensors have."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def sums(tensors: dict[str, Tensor]) -> list[int]:
+    """Return a number for the bits of each tensor."""
+    return [int(t.detach().reshape(-1).view(torch.int32).sum()) for t in tensors.values()]
 
 
 def synchronize() -> None:
@@ -141,7 +149,8 @@ class Ways:
 
     def __init__(self, size: int, threads: int) -> None:
         self.threads = threads
-        self.pool = HostPool(size + (1 << 30))
+        self.budget = size + (1 << 30)
+        self.pool = HostPool(self.budget)
         self.stagers: dict[str, Any] = {}
 
     def save(self, way: str, path: str, training: Training) -> Saving:
@@ -183,15 +192,43 @@ class Ways:
             self.stagers[way] = stager
         return self.stagers[way]
 
-    def load(self, way: str, path: str, training: Training) -> None:
+    def load(self, way: str, path: str, training: Training, what: str) -> None:
         """Load into what is there."""
         if way == HFAI:
-            checkpoint.load_into(path, training.model, training.optimizer, threads=self.threads)
+            optimizer = training.optimizer if what == "all" else None
+            checkpoint.load_into(path, training.model, optimizer, threads=self.threads)
             return
         import torch.distributed.checkpoint as dcp_module
 
         dcp: Any = dcp_module
-        dcp.load(training.state(), checkpoint_id=path)
+        dcp.load(training.part(what), checkpoint_id=path)
+
+    def prepare(self, training: Training) -> dict[str, float]:
+        """Make hfai's buffers beside the training; return what it costs the steps."""
+        plain = training.plain()
+        start = time.perf_counter()
+        self.pool = checkpoint.prepare(training.model, training.optimizer, host_budget=self.budget)
+        call = time.perf_counter() - start
+        times, took = [], 0.0
+        while not took:
+            times.append(training.step())
+            took = time.perf_counter() - start if self.pool.wait_prepared(0) else 0.0
+        plain += training.plain()
+        usual = statistics.median(plain)
+        return {
+            "call": call,
+            "took": took,
+            "prepared": self.pool.allocated / 1e9,
+            "step": statistics.median(times) / usual,
+            "mean": statistics.mean(times) / statistics.mean(plain),
+            "longest": max(times) / usual,
+            "longest plain": max(plain) / usual,
+        }
+
+
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    """Return figures as they are printed."""
+    return {key: float(f"{value:.3g}") for key, value in figures.items()}
 
 
 def resident() -> float:
@@ -204,10 +241,10 @@ def resident() -> float:
     )
 
 
-def one_save(ways_: Ways, way: str, path: str, training: Training, loads: bool) -> dict[str, float]:
+def one_save(ways_: Ways, way: str, path: str, training: Training, loads: str) -> dict[str, float]:
     """Save once beside the training, and load that, if wanted; return the figures."""
     plain = training.plain()
-    expected = training.sums()
+    expected = sums(training.part(loads)) if loads else []
     start = time.perf_counter()
     saving = ways_.save(way, path, training)
     call = time.perf_counter() - start
@@ -230,30 +267,34 @@ def one_save(ways_: Ways, way: str, path: str, training: Training, loads: bool) 
         "memory": resident(),
     }
     if loads:
-        found["load"] = one_load(ways_, way, path, training, expected)
+        found["load"] = one_load(ways_, way, path, training, loads, expected)
     if during:
         found["during"] = statistics.median(during) / usual
     return found
 
 
-def one_load(ways_: Ways, way: str, path: str, training: Training, expected: list[int]) -> float:
+def one_load(
+    ways_: Ways, way: str, path: str, training: Training, what: str, expected: list[int]
+) -> float:
     """Load what was saved and compare it; return GB/s."""
-    for tensor in training.tensors():
+    part = training.part(what)
+    for tensor in part.values():
         tensor.detach().zero_()
     synchronize()
     start = time.perf_counter()
-    ways_.load(way, path, training)
+    ways_.load(way, path, training, what)
     synchronize()
     took = time.perf_counter() - start
-    if training.sums() != expected:
+    if sums(part) != expected:
         raise RuntimeError(f"{way} loads other values than it saved")
-    return training.bytes() / 1e9 / took
+    return total(part) / 1e9 / took
 
 
 @click.command()
 @click.option("--gigabytes", type=click.FloatRange(0.01), default=24.0, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--loads", type=int, default=100, help="How many rounds load too; the first is one.")
+@click.option("--load", "what", type=click.Choice(["all", "model"]), default="all")
 @click.option("--threads", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--directory", help="Where checkpoints go.  [default: in memory (tmpfs)]")
@@ -270,6 +311,7 @@ def main(
     gigabytes: float,
     rounds: int,
     loads: int,
+    what: str,
     threads: int,
     device: str,
     directory: str | None,
@@ -294,6 +336,8 @@ def main(
     firsts: dict[str, dict[str, float]] = {}
     figures: dict[str, dict[str, list[float]]] = {}
     ways_ = Ways(size, threads)
+    prepared = ways_.prepare(training)
+    click.echo(f"{time.monotonic() - began:.0f} s: prepare: {rounded(prepared)}")
 
     def write(say: Callable[[str], object]) -> None:
         """Write what there is."""
@@ -302,8 +346,8 @@ def main(
             "Saves beside a training",
             [
                 *("--gigabytes", f"{gigabytes:g}", "--rounds", str(rounds)),
-                *("--threads", str(threads)),
-                *(f"--without={way!r}" for way in without),
+                *("--loads", str(loads), "--load", what, "--threads", str(threads)),
+                *(f"--without={way}" for way in without),
             ],
             ("xxhash",),
             absent,
@@ -311,7 +355,7 @@ def main(
         made["machine"] = machine.describe(torch.device(device))
         if commit:
             made["commit"] = commit
-        what = f"{size / 1e9:.1f} GB of model and optimizer, {place}"
+        saved = f"{size / 1e9:.1f} GB of model and optimizer, {place}"
 
         def add(name: str, unit: str, found: dict[str, list[float]], lower: bool) -> None:
             baseline = BASELINE if BASELINE in found else None
@@ -320,17 +364,25 @@ def main(
             )
 
         for key, name, unit in (
-            ("stall", f"a save's stall, {what}", "s"),
+            ("stall", f"a save's stall, {saved}", "s"),
             ("during", "step time during the write", "of a plain step"),
             ("took", "until the checkpoint is there", "s"),
-            ("memory", "host memory of the process, with its buffers", "GB"),
+            ("memory", "host memory of the process, with all ways' buffers", "GB"),
             ("step", "a plain step", "ms"),
         ):
             if figures.get(key):
                 add(name, unit, figures[key], True)
-        add("load to the device", "GB/s", figures.get("load", {}), False)
+        part = "" if what == "all" else ", the model alone"
+        add(f"load to the device{part}", "GB/s", figures.get("load", {}), False)
         add("the first save's stall", "s", {w: [f["stall"]] for w, f in firsts.items()}, True)
-        made["complete"] = len(figures.get("stall", {})) == 3 and directory is None
+        for key, name, unit in (
+            ("step", "step time while buffers are prepared", "of a plain step"),
+            ("mean", "the same, means", "of a plain step"),
+            ("took", "until the buffers are prepared", "s"),
+        ):
+            add(name, unit, {HFAI: [prepared[key]]}, True)
+        saves = [len(figures.get("stall", {}).get(way, [])) for way in names]
+        made["complete"] = min(saves) == rounds and directory is None
         if str(out) != "-":
             result.write(out, made)
 
@@ -343,15 +395,15 @@ def main(
                     continue
                 path = f"{work}/{turn}"
                 try:
-                    found = one_save(ways_, way, path, training, turn < loads)
+                    found = one_save(ways_, way, path, training, what if turn < loads else "")
                 except Exception as error:
                     absent[way] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                     click.echo(f"{way}: {absent[way]}")
                     continue
                 finally:
                     shutil.rmtree(path, ignore_errors=True)
-                said = {key: float(f"{value:.3g}") for key, value in found.items()}
-                click.echo(f"{time.monotonic() - began:.0f} s: {way}, save {turn}: {said}")
+                now = time.monotonic() - began
+                click.echo(f"{now:.0f} s: {way}, save {turn}: {rounded(found)}")
                 if turn == 0:
                     firsts[way] = found
                     found = {"load": found["load"]} if "load" in found else {}

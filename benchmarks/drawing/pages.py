@@ -24,7 +24,9 @@ from benchmarks.drawing import (
     between,
     cases,
     cores,
+    host,
     plots,
+    products,
     sweeps,
     tables,
     ways,
@@ -39,8 +41,12 @@ DRAWN = {  # by what draws them: results that have a page's table of their own
     "allreduce_nodes": allreduce_more.nodes,
     "allreduce_algorithms": between.algorithms,
     "allreduce_nccl": between.nccl,
+    "allreduce_caches": host.caches,
+    "allreduce_step": host.step,
     "host_adamw": between.host_adamw,
     "attention_cores": cores.table,
+    "products": products.table,
+    "products_grid": products.grid,
 }
 
 

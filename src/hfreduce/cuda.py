@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hfreduce import dtypes, outcome, segment
+from hfreduce import dtypes, outcome, segment, topology
 from hfreduce.errors import UnavailableError
 from hfreduce.exchange import Exchange
 from hfreduce.worker import Worker
@@ -33,12 +33,15 @@ if TYPE_CHECKING:
 # Large enough that a copy runs at the link's speed, small enough that a rank's slots stay few: on
 # an H200 one rank copied 1 GiB out and back at 27 GiB/s in chunks of 1 MiB, at 38 in chunks of 4,
 # at 42 of 8, at 45 of 32.
-# Of six settings of threads (4 to 8), chunks (2 to 8 MiB) and slots (6 to 24) the fastest for
-# 186 MiB on two H200s with 16 cores a rank. In a later run 8 threads were faster than 6 (30.6 and
-# 40.5 GiB/s at 25 and 186 MiB, 27.2 and 26.7), for two threads more; not compared again since.
+# Chunks and slots: of six settings the fastest for 186 MiB on two H200s with 16 cores a rank.
+# Threads: there 8 gave 30.6 and 40.5 GiB/s at 25 and 186 MiB in one trial, 6 gave 27.2 and 26.7.
 CHUNK_BYTES = 8 << 20
 SLOTS = 8
-MOST_THREADS = 6
+MOST_THREADS = 8
+# From how many bytes on another thread enqueues a call that is made for that (DDP's hook): its 50
+# calls of the driver and the threads that it wakes take some 250 µs, in which a backward pass would
+# launch none of its kernels.
+APART_BYTES = 1 << 20
 _WRAP = 1 << 32
 # What a chunk passes, in order; the engine's numbers (native/trace.hpp).
 STAGES = ("allowed", "arrived", "gathered", "adding", "added", "combined", "gone", "returned")
@@ -48,9 +51,14 @@ class CudaHandle:
     """An all-reduce under way on a GPU."""
 
     def __init__(
-        self, future: Future[None] | None, done: torch.cuda.Event | None, stream: torch.cuda.Stream
+        self,
+        future: Future[None] | None,
+        done: torch.cuda.Event | None,
+        stream: torch.cuda.Stream,
+        enqueued: Future[None] | None = None,
     ) -> None:
         self._future, self._done, self._stream = future, done, stream
+        self._enqueued = enqueued
 
     def done(self) -> bool:
         """Say whether the call has ended, well or not."""
@@ -61,7 +69,9 @@ class CudaHandle:
         return self._future.exception() if self._future and self._future.done() else None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Make the current stream wait for the sum; the host waits only where words do not work.
+        """Make the current stream wait for the sum.
+
+        The host waits until all is enqueued; for the sum only where words do not work.
 
         Args:
             timeout: Seconds that the host waits where it does.
@@ -69,6 +79,8 @@ class CudaHandle:
         Raises:
             PeerError: The call has failed already.
         """
+        if self._enqueued is not None:
+            self._enqueued.result(timeout)
         if self._done is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
         if self._future is not None and (self._done is None or self._future.done()):
@@ -79,9 +91,27 @@ class CudaHandle:
         if self._done is None:
             self.wait()
         future: torch.futures.Future[object] = torch.futures.Future(devices=[self._stream.device])
-        with torch.cuda.stream(self._stream):
-            future.set_result(value)
-        return future
+        enqueued, stream = self._enqueued, self._stream
+        problems: list[BaseException] = []
+
+        def check(_: torch.futures.Future[object]) -> object:
+            if problems:
+                raise problems[0]
+            return value
+
+        def finish(of: Future[None] | None) -> None:
+            if of is not None and (problem := of.exception()) is not None:
+                problems.append(problem)
+            with torch.cuda.stream(stream):  # the future notes what is enqueued there by now
+                future.set_result(value)
+
+        if enqueued is None or (enqueued.done() and enqueued.exception() is None):
+            finish(None)
+            return future
+        # An error that `then` meets reaches whoever waits in C++; one set directly does not.
+        result = future.then(check)
+        enqueued.add_done_callback(finish)
+        return result
 
 
 class CudaReducer:
@@ -131,6 +161,7 @@ class CudaReducer:
         self._out = stream(path.out, device=device)
         self._back = stream(path.back, device=device)
         self._worker = Worker(f"hfreduce-{rank}-{device}")
+        self._enqueuer = Worker(f"hfreduce-{rank}-{device}-enqueuing")
         self._lock = threading.RLock()  # a signal's handler may close what it interrupts
         self._next = 1  # the ranks' meeting was chunk 0
         self._failure: BaseException | None = None
@@ -160,8 +191,14 @@ class CudaReducer:
         """
         return [(at, STAGES[stage], chunk, lane) for at, stage, chunk, lane in self._path.trace()]
 
-    def all_reduce(self, tensor: Tensor, op: object) -> CudaHandle:
+    def all_reduce(self, tensor: Tensor, op: object, *, apart: bool = False) -> CudaHandle:
         """Reduce a contiguous tensor in place, after what the current stream does before.
+
+        Args:
+            tensor: On this GPU.
+            op: "sum", "avg", "min" or "max", or torch's ReduceOp of that name.
+            apart: Let another thread enqueue it, where it is large; waiting for it waits for that.
+                Callbacks of its future run there, at no fixed place among other calls.
 
         Raises:
             ValueError: The tensor is not contiguous.
@@ -181,20 +218,32 @@ class CudaReducer:
             event: Any = torch.cuda.Event
             ready = event()
             ready.record(torch.cuda.current_stream(self.device))
-            self._out.wait_event(ready)
-            self._after_overlapping(pointer, pointer + tensor.nbytes)
-            # Announced before it is enqueued: the GPU's queues may be shorter than the call.
-            self._path.submit(pointer, count, dtype, number, first)
-            done = None
-            try:
-                if self._path.flags:
-                    self._path.enqueue(pointer, count, dtype, number, first)
-                    done = event()
-                    done.record(self._back)
-            finally:  # afterwards, since its thread takes the GIL for a while
-                future = self._worker.submit(lambda: self._end(tensor, end))
-            self._pending.append((pointer, pointer + tensor.nbytes, future, done))
-        return CudaHandle(future, done, self._back)
+            before = self._overlapping(pointer, pointer + tensor.nbytes)
+            done = event() if self._path.flags else None
+            ended: Future[None] = Future()
+
+            def enqueue() -> None:
+                try:
+                    self._out.wait_event(ready)
+                    for other in before:
+                        self._out.wait_event(other)
+                    # Announced first: the GPU's queues may be shorter than the call.
+                    self._path.submit(pointer, count, dtype, number, first)
+                    if done is not None:
+                        self._path.enqueue(pointer, count, dtype, number, first)
+                        done.record(self._back)
+                finally:  # afterwards, since its thread takes the GIL for a while
+                    self._worker.submit(lambda: self._end(tensor, end), ended)
+
+            enqueued = None
+            large = apart and done is not None and tensor.nbytes >= APART_BYTES
+            # Nobody waits for that thread with the lock held, which its callbacks may want.
+            if large or not self._enqueuer.is_idle:
+                enqueued = self._enqueuer.submit(enqueue)
+            else:
+                self._enqueuer.call(enqueue)
+            self._pending.append((pointer, pointer + tensor.nbytes, ended, done))
+        return CudaHandle(ended, done, self._back, enqueued)
 
     def set_timeout(self, seconds: float) -> None:
         """Change how late a rank may be, for calls under way too."""
@@ -204,6 +253,7 @@ class CudaReducer:
     def close(self) -> None:
         """End the calls under way with an error, and unpin the memory."""
         self._group.stop()
+        self._enqueuer.close()
         self._worker.close()
         with self._lock:  # nobody is enqueuing
             closed = RuntimeError("all_reduce: this Reducer is closed: make a new one on all ranks")
@@ -212,16 +262,18 @@ class CudaReducer:
         self._group.close()
         self._abandoned.clear()
 
-    def _after_overlapping(self, low: int, high: int) -> None:
-        """Let the next call go out after those under way whose tensors overlap with its own."""
+    def _overlapping(self, low: int, high: int) -> list[torch.cuda.Event]:
+        """Return what the next call goes out after: the ends of those under way on its memory."""
         while self._pending and self._pending[0][2].done():
             self._pending.popleft()
+        events = []
         for first, last, future, done in self._pending:
             if first < high and low < last:
                 if done is not None:
-                    self._out.wait_event(done)
+                    events.append(done)
                 else:
                     future.exception()
+        return events
 
     def _end(self, tensor: Tensor, end: int) -> None:
         """See a call end; the tensor is kept until then."""
@@ -241,6 +293,7 @@ def _open(
 
     try:
         torch.cuda.current_stream(device)  # torch makes the device's context, if nobody has
-        return CudaPath(group, device.index, flags, threads), ""
+        with topology.running_on(topology.near(topology.address(device))):  # so do its threads
+            return CudaPath(group, device.index, flags, threads), ""
     except RuntimeError as error:
         return None, str(error)

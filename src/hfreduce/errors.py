@@ -54,3 +54,9 @@ class UnavailableError(RuntimeError):
 
 class SeveralNodesError(UnavailableError):
     """The ranks are on several machines, or in several spaces of process numbers."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error of torch's says, without its C++ frames."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from hfreduce.errors import DeadPeerError, LatePeerError
+from hfreduce.errors import DeadPeerError, LatePeerError, first_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -42,39 +42,78 @@ def through_store(store: Store, rank: int, world_size: int, name: str, timeout: 
         name: What the keys begin with.
         timeout: Seconds that all rounds together may take.
     """
-    generation = store.add(f"hfreduce/{name}/generation/{rank}", 1)
     deadline = time.monotonic() + timeout
-    rounds = 0
+    rounds, generation = 0, 0
 
     def exchange(text: str, watch: Watch | None) -> list[str]:
-        nonlocal rounds
-        prefix = f"hfreduce/{name}/{generation}/{rounds}"
-        rounds += 1
-        store.set(f"{prefix}/{rank}", text)
-        keys = [f"{prefix}/{peer}" for peer in range(world_size)]
-        pause, longest = _PAUSES
-        # No store.wait: where it ends by its time, some stores log a warning each time.
-        while not _are_there(store, keys):
-            dead = watch() if watch is not None else []
-            late = time.monotonic() > deadline
-            if dead or late:
-                missing = [peer for peer, key in enumerate(keys) if not _are_there(store, [key])]
-                # One that has said its part may be gone: it was told of another's death.
-                lost = next((peer for peer in dead if peer in missing), None)
-                if lost is not None:
-                    raise DeadPeerError(f"rank {lost} died while the group {name!r} was made", lost)
-                if missing and late:
-                    shown = ", ".join(f"rank {peer}" for peer in missing)
-                    raise LatePeerError(
-                        f"{shown} did not come to make the group {name!r} within {timeout:g} s: "
-                        f"look for its error, or raise the timeout",
-                        missing[0],
-                    )
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        return [store.get(key).decode() for key in keys]
+        nonlocal rounds, generation
+        try:
+            if not rounds:
+                generation = store.add(f"hfreduce/{name}/generation/{rank}", 1)
+            prefix = f"hfreduce/{name}/{generation}/{rounds}"
+            rounds += 1
+            store.set(f"{prefix}/{rank}", text)
+            keys = [f"{prefix}/{peer}" for peer in range(world_size)]
+            pause, longest = _PAUSES
+            # No store.wait: where it ends by its time, some stores log a warning each time.
+            while not store.check(keys):
+                dead = watch() if watch is not None else []
+                late = time.monotonic() > deadline
+                if dead or late:
+                    _raise_missing(store, keys, dead, late)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            return [store.get(key).decode() for key in keys]
+        except (DeadPeerError, LatePeerError):
+            raise
+        except RuntimeError as error:  # the store's server is gone, mostly with rank 0
+            if watch is not None and (dead := dying(watch)):  # some may be so for the others' death
+                raise DeadPeerError(_died(dead, name), dead[0]) from error
+            raise ConnectionError(
+                f"the store by which the group {name!r} is made is gone: look for the error of the "
+                f"process that serves it, mostly rank 0 ({first_line(error)})"
+            ) from error
+
+    def _raise_missing(store: Store, keys: list[str], dead: list[int], late: bool) -> None:
+        missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+        # One that has said its part may be gone: it was told of another's death.
+        lost = next((peer for peer in dead if peer in missing), None)
+        if lost is not None:
+            raise DeadPeerError(_died([lost], name), lost)
+        if missing and late:
+            shown = ", ".join(f"rank {peer}" for peer in missing)
+            raise LatePeerError(
+                f"{shown} did not come to make the group {name!r} within {timeout:g} s: "
+                f"look for its error, or raise the timeout",
+                missing[0],
+            )
 
     return exchange
+
+
+def dying(watch: Watch, rank: int | None = None, seconds: float = 1.0) -> list[int]:
+    """Return the ranks that are dead, or that turn out to be within a moment.
+
+    A process's files and connections go before it counts as dead: of one that has used a GPU by the
+    driver's time, some tenths of a second.
+
+    Args:
+        watch: Finds them.
+        rank: Wait for this one to be among them; None: for any.
+        seconds: How long.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        dead = watch()
+        if dead and (rank is None or rank in dead):
+            break
+        time.sleep(0.01)
+    return dead
+
+
+def _died(ranks: list[int], name: str) -> str:
+    shown = " and ".join(f"rank {rank}" for rank in ranks)
+    return f"{shown} died while the group {name!r} was made"
 
 
 def through_group(group: dist.ProcessGroup | None, timeout: float) -> Exchange:
@@ -132,7 +171,7 @@ def through_collectives(group: Reducer) -> Exchange:
     return exchange
 
 
-def when_there(store: Store, key: str, deadline: float) -> str:
+def when_there(store: Store, key: str, deadline: float, who: str) -> str:
     """Return what a store has under a key, when somebody has set it.
 
     The store's own `get` waits for as long as the store was told to when it was made.
@@ -141,21 +180,16 @@ def when_there(store: Store, key: str, deadline: float) -> str:
         store: That all ranks reach.
         key: That another rank sets.
         deadline: Of time.monotonic().
+        who: Sets it, for the message.
 
     Raises:
+        RuntimeError: torch's, where the store's server is gone.
         TimeoutError: Nobody has by then.
     """
     pause, longest = _PAUSES
-    while not _are_there(store, [key]):
+    while not store.check([key]):
         if time.monotonic() > deadline:
-            raise TimeoutError("another rank did not come, or failed before: look for its error")
+            raise TimeoutError(f"{who} did not come, or failed before: look for its error")
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return store.get(key).decode()
-
-
-def _are_there(store: Store, keys: list[str]) -> bool:
-    try:
-        return bool(store.check(keys))
-    except RuntimeError:  # the store's own server is gone
-        return False

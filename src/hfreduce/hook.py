@@ -19,7 +19,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from hfreduce import dtypes
 from hfreduce.backend import ProcessGroup
+from hfreduce.cuda import CudaHandle
 from hfreduce.errors import SeveralNodesError
+from hfreduce.handle import Handle
 from hfreduce.nodes import HierarchicalReducer
 from hfreduce.reducer import Reducer
 
@@ -99,7 +101,11 @@ def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor
         return _average_of_active(state.reducer, gradients, active)
     narrow = state.wire is not None and gradients.dtype == torch.float32
     sent = gradients.to(state.wire) if narrow else gradients
-    handle = state.reducer.all_reduce(sent, "avg", async_op=True)
+    handle: Handle | CudaHandle | None
+    if isinstance(state.reducer, Reducer):  # the thread that is here launches the backward pass
+        handle = state.reducer.all_reduce(sent, "avg", async_op=True, apart=True)
+    else:
+        handle = state.reducer.all_reduce(sent, "avg", async_op=True)
     assert handle is not None
     future = handle.torch_future(sent)
     if not narrow:

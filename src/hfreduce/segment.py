@@ -7,6 +7,7 @@ See native/segment.hpp for what lies in it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfreduce import topology
-from hfreduce.errors import SeveralNodesError, UnavailableError
-from hfreduce.exchange import Exchange, Watch
+from hfreduce.errors import DeadPeerError, SeveralNodesError, UnavailableError
+from hfreduce.exchange import Exchange, Watch, dying
 
 try:
     from hfreduce import _engine
@@ -34,6 +35,8 @@ MOST_RANKS = 512
 # slower, because the scheduler favours who slept over who waited busily.
 PATIENCE = {"pauses": 100, "yields": 0}
 IMPATIENCE = {"pauses": 0, "yields": 2}
+# What opening a file of a process that is gone, or going, fails with.
+_OF_THE_DEAD = {errno.ENOENT, errno.ESRCH, errno.ESTALE, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def connect(
         The engine's group, the settings that count, and how the ranks' first meeting ended.
 
     Raises:
-        ConnectionError: Rank 0 could not make the memory, or this rank not open it.
+        ConnectionError: Rank 0 could not make the memory, or a rank not open it.
+        DeadPeerError: A rank died meanwhile.
     """
     world = len(members)
     spare = min(topology.processors(), *(member.processors for member in members)) >= world
@@ -150,7 +154,7 @@ def connect(
     if "error" in offer:
         raise ConnectionError(f"rank 0 could not make the group's memory: {offer['error']}")
     settings = Settings(**offer["settings"])
-    failed = ""
+    failed, lost = "", False
     if group is None:
         try:
             group = _engine.Group.open(
@@ -164,6 +168,7 @@ def connect(
                 **patience,
             )
         except OSError as error:
+            lost = error.errno in _OF_THE_DEAD and 0 in dying(watch, 0)
             failed = (
                 f"{error}: the ranks of a node must run as one user and see each other in /proc, "
                 f"and the memory must fit each one's limits"
@@ -171,7 +176,11 @@ def connect(
         except (RuntimeError, ValueError) as error:
             failed = str(error)
     # Nobody waits in the memory for a rank that could not open it.
-    for peer, problem in enumerate(exchange(failed, watch)):
+    said = [json.loads(text) for text in exchange(json.dumps([failed, lost]), watch)]
+    # Rank 0 has said its part as soon as it had the others', and may be gone before they open.
+    if any(gone for _, gone in said):
+        raise DeadPeerError(f"{members[0].label} died before all had opened the group's memory", 0)
+    for peer, (problem, _) in enumerate(said):
         if problem:
             raise ConnectionError(f"rank {peer} could not open the group's memory: {problem}")
     assert group is not None

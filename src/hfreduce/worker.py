@@ -50,14 +50,14 @@ class Worker:
         with self._lock:
             if self._inside:
                 raise RuntimeError("a signal's handler cannot call a collective within another")
-            if self._queued == self._ended:
+            if self.is_idle:
                 self._inside = True
                 try:
                     job()
                 finally:
                     self._inside = False
                 return
-            future = self._queue(job)
+            future = self._queue(job, Future())
         try:
             future.result()
         except BaseException:
@@ -65,17 +65,29 @@ class Worker:
                 self._interrupt()
             raise
 
-    def submit(self, job: Job) -> Future[None]:
+    def submit(self, job: Job, future: Future[None] | None = None) -> Future[None]:
         """Run a job after those before it, and return at once.
 
         In a callback, which runs in the worker's own thread, it returns when the job is done.
+
+        Args:
+            job: What is run.
+            future: That hears how it ended; None: a new one.
+
+        Returns:
+            The future.
         """
+        future = Future() if future is None else future
         if self._serving == threading.get_ident():
-            future: Future[None] = Future()
             _tell(future, self._run_within(job))
             return future
         with self._lock:
-            return self._queue(job)
+            return self._queue(job, future)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all jobs have been run; the callbacks of their futures may be under way."""
+        return self._queued == self._ended
 
     def close(self) -> None:
         """Let the thread end after the jobs that it has, and return when none is running."""
@@ -88,8 +100,7 @@ class Worker:
         with self._lock:  # until a call in another thread's own hands has returned
             pass
 
-    def _queue(self, job: Job) -> Future[None]:
-        future: Future[None] = Future()
+    def _queue(self, job: Job, future: Future[None]) -> Future[None]:
         if self._closed:  # the job says what it makes of that
             _tell(future, _problem_of(job))
             return future

@@ -153,12 +153,34 @@ def save_beside(directory: Path, value: float) -> None:
     checkpoint.save_async(path, state(value), rng=False, threads=1, host_budget=64 << 20).wait()
 
 
-@pytest.mark.parametrize("save", [save_step, save_over, save_beside])
+def save_huge(directory: Path, value: float) -> None:
+    """Save in memory, by huge pages."""
+    local_files.native.force_huge_pages(True)
+    tensors = {**state(value), "d": torch.full((2_500_000,), value)}
+    checkpoint.save(directory / f"step-{int(value):08d}", tensors, rng=False, threads=1)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path | None]:
+    """A directory in memory; None where there is none, or no native part to use it."""
+    if local_files.native is None or not os.access("/dev/shm", os.W_OK):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="hfai-kill-", dir="/dev/shm") as directory:
+        yield Path(directory)
+    local_files.native.force_huge_pages(None)
+
+
+@pytest.mark.parametrize("save", [save_step, save_over, save_beside, save_huge])
 def test_a_kill_at_any_boundary_leaves_the_old_or_the_new_checkpoint(
-    save: Callable[[Path, float], None], place: Path, tmp_path: Path
+    save: Callable[[Path, float], None], place: Path, tmp_path: Path, memory: Path | None
 ) -> None:
     if save is save_beside:
         place = tmp_path  # on a disk, if there is one
+    if save is save_huge:
+        if memory is None:
+            pytest.skip("needs the native part and /dev/shm")
+        place = memory
     trial = place / "trial"
     save(trial, 1.0)
     count = boundaries(trial, lambda directory: save(directory, 2.0))

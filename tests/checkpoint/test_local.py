@@ -104,6 +104,49 @@ def test_a_reader_of_a_name_that_is_replaced_gets_the_old_or_the_new_one(tmp_pat
     assert steps == sorted(steps)
 
 
+def test_what_retention_removes_while_it_is_read_is_no_damage(tmp_path: Path) -> None:
+    """`resume` takes what is there by then; who asked for that one is told that it is gone."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    resumed, gone = list[int](), 0
+    values = {"w": torch.zeros(300_000), "v": torch.zeros(3000)}
+
+    def read() -> None:
+        nonlocal gone
+        reader = checkpoint.CheckpointManager(tmp_path)
+        while not stop.is_set():
+            try:
+                loaded = reader.resume(values, rng=False)
+                assert loaded is not None
+                assert loaded.step is not None
+                assert (values["w"] == loaded.step).all()
+                assert (values["v"] == loaded.step).all()
+                resumed.append(loaded.step)
+                checkpoint.load(reader.latest() or "")
+            except checkpoint.NoCheckpointError:
+                gone += 1
+            except BaseException as error:
+                errors.append(error)
+
+    with checkpoint.CheckpointManager(tmp_path, keep=1) as manager:
+        manager.save(1, {"w": torch.ones(300_000), "v": torch.ones(3000)}, rng=False)
+        manager.wait()
+        thread = threading.Thread(target=read)
+        thread.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(2, 150):
+                value = float(step)
+                state = {"w": torch.full((300_000,), value), "v": torch.full((3000,), value)}
+                manager.save(step, state, rng=False)
+            manager.wait()
+            stop.set()
+            thread.join()
+    assert errors == []
+    assert len(resumed) > 10
+    assert resumed == sorted(resumed)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody without permission")
 def test_where_the_new_name_cannot_be_made_last_the_old_checkpoint_has_it_again() -> None:
     # Not below pytest's directory, which every pytest that starts takes away from others.

@@ -8,6 +8,9 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ import torch
 import xxhash
 
 from hfai import checkpoint
+from hfai.checkpoint.parallel import in_threads
 from hfai.checkpoint.storage import Failure, Run, local_files
 from hfai.checkpoint.storage.local_files import LocalFile, LocalSink
 from tests.checkpoint.test_manager import in_child
@@ -234,6 +238,71 @@ def test_a_disk_that_is_too_small_says_so_before_anything_is_written(tmp_path: P
         LocalSink(tmp_path / "a", 1 << 50)
     assert caught.value.filename == str(tmp_path / "a")
     assert (tmp_path / "a").stat().st_blocks == 0
+
+
+@pytest.fixture(params=[True, False, None], ids=["huge", "small", "quicker"])
+def in_memory(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory on tmpfs, whose files are made of huge pages, of small ones, or as is quicker."""
+    base = Path("/dev/shm")
+    if local_files.native is None or not os.access(base, os.W_OK):
+        pytest.skip("needs the native part and /dev/shm")
+    local_files.native.force_huge_pages(request.param)
+    with tempfile.TemporaryDirectory(dir=base) as directory:
+        yield Path(directory)
+    local_files.native.force_huge_pages(None)
+
+
+def test_files_in_memory_have_what_was_written_whatever_their_pages(in_memory: Path) -> None:
+    random.seed(3)
+    data = memoryview(random.randbytes(9 << 20))
+    for _ in range(6):
+        begin = random.choice((0, 4096, (2 << 20) - 1, 5000))
+        parts, at = [], 0
+        while at < len(data):
+            size = random.choice((0, 1, 7, 4096, 70_001, 3 << 20))
+            parts.append(data[at : at + size])
+            at += size
+        sink = LocalSink(in_memory / "a")
+        found = sink.write_hashed(begin, parts)
+        sink.close()
+        assert found == [xxhash.xxh3_64_hexdigest(part) for part in parts]
+        assert (in_memory / "a").read_bytes() == bytes(begin) + bytes(data)
+    # Threads, on parts that meet within a huge page.
+    sink = LocalSink(in_memory / "b")
+    step = (3 << 20) + 12_345
+    spans = range(0, len(data), step)
+    in_threads(lambda at: sink.write_hashed(at, [data[at : at + step]]), spans, 3)
+    sink.close()
+    assert (in_memory / "b").read_bytes() == data
+
+
+@native
+def test_memory_that_is_full_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    script = """
+import errno, sys
+from pathlib import Path
+from hfai.checkpoint.storage.local_files import LocalSink, native
+data = bytes(8 << 20)
+for huge in (True, False):
+    native.force_huge_pages(huge)
+    sink = LocalSink(Path(sys.argv[1], "a"))
+    assert len(sink.write_hashed(0, [memoryview(data)])) == 1
+    try:
+        sink.write_hashed(len(data), [memoryview(data)])
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+        print("full")
+    sink.abandon()
+    Path(sys.argv[1], "a").unlink()
+"""
+    mount = 'mount -t tmpfs -o size=13m none "$1" || exit 77; exec "$2" -c "$3" "$1"'
+    ran = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, script],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if ran.returncode in (1, 77) and "full" not in ran.stdout and "rror" not in ran.stderr:
+        pytest.skip("no file system can be mounted here")
+    assert ran.stdout.split() == ["full", "full"], ran.stderr
 
 
 def test_a_fork_during_native_calls_harms_neither(tmp_path: Path) -> None:

@@ -12,9 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from hfai import checkpoint
 from hfai.checkpoint.contents import CheckpointFiles
@@ -227,6 +232,94 @@ def test_ranks_with_stages_of_their_own_save_one_checkpoint(tmp_path: Path) -> N
     optimizer = torch.optim.Adam(both.parameters())
     checkpoint.load_into(tmp_path / "a", both, optimizer)
     assert len(optimizer.state) == 4
+
+
+def fewer(rank: int, world: int, store: str, directory: str) -> None:
+    """Save on three ranks, and again by that name on two."""
+    start(rank, world, store)
+    two = dist.new_group([0, 1])
+    value = {"w": torch.full((3000,), 3.0)}
+    checkpoint.save(f"{directory}/a", value, rng=False, threads=1)
+    if rank < 2:
+        value["w"].fill_(2.0)
+        checkpoint.save(f"{directory}/a", value, rng=False, group=two, threads=1)
+    leave()
+
+
+def test_nothing_of_a_larger_world_stays(tmp_path: Path) -> None:
+    run(fewer, 3, str(tmp_path))
+    found = {name for name in os.listdir(tmp_path / "a") if name.startswith("rank-")}
+    assert {name.partition(".")[0] for name in found} == {"rank-00000", "rank-00001"}
+    assert (checkpoint.load(tmp_path / "a")["model"]["w"] == 2).all()
+
+
+class Pair(nn.Module):
+    """Two layers that are spread over a tensor-parallel mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(torch.relu(self.up(x)))
+
+
+def kinds(ranks: int, seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+    """Return a plain, a DDP, an FSDP2, a tensor-parallel and a 2D model (both), each trained."""
+    torch.manual_seed(seed)
+    line = init_device_mesh("cpu", (ranks,))
+    square = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+    plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    full: Any = Pair()
+    fully_shard(full, mesh=line)
+    both: Any = parallelize_module(Pair(), square["tensor"], plan)
+    fully_shard(both, mesh=square["data"])
+    models: list[Any] = [
+        Pair(),
+        nn.parallel.DistributedDataParallel(Pair()),
+        full,
+        parallelize_module(Pair(), line, plan),
+        both,
+    ]
+    return models, [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+
+
+def mixed(rank: int, world: int, store: str, directory: str) -> bool:
+    """Save models of every kind at once, or load what others saved; whether the bits are those."""
+    start(rank, world, store)
+    saved = f"{directory}/a"
+    models, optimizers = kinds(world, seed=world)
+    if world == 4:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, 2)
+        checkpoint.save(saved, models, optimizers, threads=1)
+    else:
+        checkpoint.load_into(saved, models, optimizers, threads=1)
+    found = {
+        f"{number}/{name.removeprefix('module.')}": tensor
+        for number, pair in enumerate(zip(models, optimizers, strict=True))
+        for name, tensor in whole(*pair).items()
+    }
+    if world == 4:
+        if rank == 0:
+            torch.save(found, f"{directory}/expected.pt")
+        equal = True
+    else:
+        equal = same(found, torch.load(f"{directory}/expected.pt"))
+    leave()
+    return equal
+
+
+def test_plain_ddp_fsdp2_tensor_parallel_and_2d_models_are_one_checkpoint(tmp_path: Path) -> None:
+    for world in (4, 2):
+        assert all(run(mixed, world, str(tmp_path), timeout=120))
+    expected = torch.load(tmp_path / "expected.pt")
+    models = [Pair() for _ in range(5)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    checkpoint.load_into(tmp_path / "a", models, optimizers)
+    for number, pair in enumerate(zip(models, optimizers, strict=True)):
+        for name, tensor in whole(*pair).items():
+            assert torch.equal(tensor, expected[f"{number}/{name}"])
 
 
 def failing(rank: int, world: int, store: str, directory: str, how: str) -> str:

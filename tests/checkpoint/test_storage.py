@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ from ffrecord import StoreOptions
 from hfai import checkpoint
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.storage import locate
+from hfai.checkpoint.storage.fsspec import FileSystem
 from hfai.checkpoint.verify import verify
+from tests.checkpoint.test_manager import in_child
 from tests.checkpoint.training import Training, same
 from tests.ffrecord import weed
 
@@ -118,6 +123,31 @@ def test_fsspec_holds_checkpoints(scheme: str, tmp_path: Path) -> None:
         files.location.remove()
     with pytest.raises(checkpoint.NoCheckpointError):
         checkpoint.load(url)
+
+
+def test_a_full_disk_below_fsspec_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/a"
+    checkpoint.save(url, {"w": torch.ones(3000)}, rng=False)
+    names = sorted(os.listdir(tmp_path / "a"))
+
+    def child() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        before = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
+        with pytest.raises(OSError, match="too large"):
+            checkpoint.save(url, {"w": torch.zeros(1 << 20)}, rng=False)
+        handle = checkpoint.save_async(url, {"w": torch.zeros(1 << 20)}, rng=False)
+        with pytest.raises(checkpoint.CheckpointError, match="too large"):
+            handle.wait()
+        # The commit itself: the record is written beside the old one, and then takes its name.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, -1))
+        with pytest.raises(OSError, match="too large"):
+            FileSystem("local").put(f"{tmp_path}/a/COMMIT", bytes(200))
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    assert in_child(child) == 0
+    assert sorted(os.listdir(tmp_path / "a")) == names
+    assert checkpoint.load(url)["model"]["w"].all()
 
 
 def test_urls_that_name_nothing_are_refused() -> None:

@@ -2,6 +2,7 @@
 // host's. Built as libcuda.so.1, it runs hfreduce's own code for GPUs on a CPU, as many ranks as
 // one likes. With -DNO_WORDS it lacks the words by which streams are steered, as old drivers do.
 #include <sched.h>
+#include <time.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -52,6 +53,14 @@ class Stream {
   std::thread thread_;
 };
 
+std::atomic<double> held_until{0};  // seconds of the monotonic clock: copies to the GPU wait, for tests
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + t.tv_nsec / 1e9;
+}
+
 using Event = std::atomic<int>;  // how often it was recorded and has not come
 
 }  // namespace
@@ -87,9 +96,13 @@ int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, Stream *stream) {
   return kSuccess;
 }
 int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t size, Stream *stream) {
-  stream->push([=] { std::memcpy(reinterpret_cast<void *>(to), from, size); });
+  stream->push([=] {
+    while (now() < held_until) sched_yield();
+    std::memcpy(reinterpret_cast<void *>(to), from, size);
+  });
   return kSuccess;
 }
+void hold_copies_to_the_gpu(double seconds) { held_until = now() + seconds; }
 
 int cuEventCreate(Event **event, unsigned) { return *event = new Event{0}, kSuccess; }
 int cuEventDestroy_v2(Event *event) { return delete event, kSuccess; }

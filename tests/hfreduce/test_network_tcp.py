@@ -145,9 +145,18 @@ def test_a_node_that_never_comes_is_a_connection_error_within_the_timeout() -> N
     for rank in range(2):  # one that listens, and one that looks for the other's address
         store = dist.HashStore()  # type: ignore[attr-defined]
         start = time.monotonic()
-        with pytest.raises(ConnectionError, match=f"rank {rank} cannot connect to the other nodes"):
+        words = f"rank {rank} cannot connect to the other nodes by TCP: rank {1 - rank} did not co"
+        with pytest.raises(ConnectionError, match=words):
             TcpNetwork(place(store, rank, timeout=0.3))
         assert time.monotonic() - start < 2
+
+
+def test_a_node_that_died_after_it_had_given_its_address_is_named() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        store.set("tcp/0", f"{'0' * 32} {door.getsockname()[1]} 127.0.0.1")
+    with pytest.raises(ConnectionError, match=r"rank 0 takes no connection .* \(.*refused\)"):
+        TcpNetwork(place(store, 1))
 
 
 def test_the_address_is_the_named_interfaces_or_that_which_reaches_the_store(

@@ -46,6 +46,19 @@ def test_errors_reach_who_waits_and_the_thread_goes_on() -> None:
     worker.close()
 
 
+def test_it_is_idle_when_all_jobs_have_run_in_their_callbacks_too() -> None:
+    worker, seen, go = Worker("test"), [], threading.Event()
+    assert worker.is_idle
+    future: Future[None] = Future()
+    future.add_done_callback(lambda _: seen.append(worker.is_idle))
+    assert worker.submit(lambda: go.wait(20) and None, future) is future
+    assert not worker.is_idle
+    go.set()
+    future.result(20)
+    worker.close()
+    assert seen == [True]
+
+
 def test_close_waits_for_what_runs_and_leaves_no_thread() -> None:
     worker, done = Worker("test"), []
 

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import hfai
+from hfai.kernels import jit
 from hfai.kernels.mha import call, dispatch
 from hfai.kernels.mha.call import Options
 from hfai.nn import to_hfai
+from tests.kernels.compiled import DEVICES
 from tests.nn.operator_cases import assert_same_bits
 
 E, H, B, L, S = 32, 4, 3, 8, 5
@@ -474,7 +476,6 @@ def test_torchs_one_operator_for_evaluation_is_left_alone_where_it_is_faster(
         # Which torch makes of several operators:
         assert is_covered(ours, x, key, key, need_weights=False)
         assert is_covered(ours, x, x, x)  # with weights ours is the faster, if the call is large
-    assert not dispatch.beats_one_operator(8, 8, torch.float32, need_weights=True)
 
 
 def test_a_checkpoint_with_dropout_draws_the_same_without_gradients_and_with(
@@ -549,17 +550,22 @@ def switch() -> Iterator[Any]:
     place.allow_tf32 = before
 
 
-def test_fp32_without_tf32_is_torchs(switch: Any) -> None:
+def test_fp32_without_tf32_is_torchs_where_its_products_are(
+    switch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp32, bf16, rows = torch.float32, torch.bfloat16, dispatch.MANY_ROWS
+    monkeypatch.setattr(jit, "why_unavailable", lambda device: None)
+    monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_90"])
     switch.allow_tf32 = False
-    found = [
-        dispatch.why_torchs(8, 8, dtype, by_torchs_node=drops)
-        for dtype in (torch.float32, torch.bfloat16)
-        for drops in (True, False)
-    ]
-    assert all("without TF32" in str(reason) for reason in found[:2])
-    assert found[2:] == [None, None]
+    assert dispatch.why_not_precision(fp32, rows, 512, 0) is None
+    assert dispatch.beats_one_operator(8, 8, fp32, need_weights=False)
+    assert "without TF32" in str(dispatch.why_not_precision(fp32, 64, 512, 0))
+    assert dispatch.why_not_precision(bf16, 64, 512, 0) is None
+    monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_80"])
+    assert "for Hopper" in str(dispatch.why_not_precision(fp32, rows, 512, 0))
     switch.allow_tf32 = True
-    assert dispatch.why_torchs(8, 8, torch.float32, by_torchs_node=False) is None
+    assert dispatch.why_not_precision(fp32, rows, 512, 0) is None
+    assert not dispatch.beats_one_operator(8, 8, fp32, need_weights=False)
 
 
 def test_heads_of_sizes_that_no_fused_kernel_takes_are_torchs(fused: None) -> None:

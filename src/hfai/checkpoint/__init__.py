@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from hfai.checkpoint.handle import SaveHandle
     from hfai.checkpoint.loading import Loaded, load_into
     from hfai.checkpoint.manager import CheckpointManager
+    from hfai.checkpoint.preparing import prepare
+    from hfai.checkpoint.staging import HostPool
     from hfai.checkpoint.suspendable import init
 
 _HOMES = {
     "CheckpointError": "errors",
     "CheckpointManager": "manager",
     "DamagedCheckpointError": "errors",
+    "HostPool": "staging",
     "Loaded": "loading",
     "NoCheckpointError": "errors",
     "SaveHandle": "handle",
@@ -39,6 +42,7 @@ _HOMES = {
     "load": "api",
     "load_into": "loading",
     "load_tensor": "api",
+    "prepare": "preparing",
     "save": "api",
     "save_async": "api",
 }
@@ -46,6 +50,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "DamagedCheckpointError",
+    "HostPool",
     "Loaded",
     "NoCheckpointError",
     "SaveHandle",
@@ -54,6 +59,7 @@ __all__ = [
     "load",
     "load_into",
     "load_tensor",
+    "prepare",
     "save",
     "save_async",
 ]

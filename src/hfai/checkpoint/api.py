@@ -19,13 +19,12 @@ from hfai.checkpoint.loading import load_values
 from hfai.checkpoint.parts import find_aliases, need_stored
 from hfai.checkpoint.peers import TIMEOUT, Peers
 from hfai.checkpoint.saver import Saver, Take
-from hfai.checkpoint.staging import HostPool
+from hfai.checkpoint.staging import HOST_BUDGET, HostPool
 from hfai.checkpoint.storage import Location, PathLike, locate
 
 if TYPE_CHECKING:
     from ffrecord import StoreOptions
 
-HOST_BUDGET = 4 << 30  # bytes of staging buffers in each rank
 _MOST_THREADS = 4
 _SMALL = (
     64 << 20
@@ -130,9 +129,10 @@ def save_async(
         threads: …
         storage: …
         timeout: …
-        host_budget: Bytes of buffers in this rank, for all saves together; with less than the
-            state, copying waits for writing.
-        pool: Buffers to use, of an earlier save; `host_budget` then means nothing.
+        host_budget: Bytes of buffers in this rank; with less than the state, copying waits for
+            writing.
+        pool: Buffers to use, which `prepare` returns; `host_budget` then means nothing. Without it
+            each save makes buffers anew, which from a GPU takes about 0.1 s a GB.
 
     Returns:
         A handle; `wait` raises what went wrong.
@@ -178,7 +178,6 @@ def begin(
         captured = take()
         for name, tensor in captured.tensors.items():
             need_stored(name, tensor)
-        pool.pin(any(tensor.is_cuda for tensor in captured.tensors.values()))
         guarded = can_wait and _copy_loose(captured, optimizers)
         return captured
 

@@ -15,6 +15,7 @@ from hfai.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
     NoCheckpointError,
+    RemovedCheckpointError,
     is_damage,
 )
 from hfai.checkpoint.format import (
@@ -220,6 +221,13 @@ class CheckpointFiles:
             return False
         return record.generation != self.commit.generation
 
+    def was_removed(self) -> bool:
+        """Whether there is no checkpoint of the name any more."""
+        try:
+            return not self.location.is_committed()
+        except (CheckpointError, OSError):
+            return False
+
     def close(self) -> None:
         """Close all files."""
         for file in self._files.values():
@@ -256,15 +264,22 @@ def read_unreplaced(
         storage: For object stores.
         verify: Compare hashes.
         work: What is done with it, perhaps several times.
+
+    Raises:
+        RemovedCheckpointError: It was removed meanwhile.
     """
     for _ in range(_MOST_READS - 1):
         with CheckpointFiles(path, storage, verify) as files:
             try:
                 found = work(files)
-            except (CheckpointError, LookupError, OSError):
-                if not files.was_replaced():
-                    raise
-                continue
+            except (CheckpointError, LookupError, OSError) as error:
+                if files.was_replaced():
+                    continue
+                if files.was_removed():
+                    raise RemovedCheckpointError(
+                        f"{files.path} was removed while it was read"
+                    ) from error
+                raise
             if verify or not files.was_replaced():
                 return found
     with CheckpointFiles(path, storage, verify) as files:

@@ -34,6 +34,10 @@ class NoCheckpointError(CheckpointError, FileNotFoundError):
     """There is no checkpoint, or one that was never finished."""
 
 
+class RemovedCheckpointError(NoCheckpointError):
+    """It was there, and was removed while it was read; by retention, say."""
+
+
 class StateMismatchError(CheckpointError, ValueError):
     """A checkpoint holds other names, shapes or types than what it is to be loaded into."""
 

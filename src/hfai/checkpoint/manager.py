@@ -14,30 +14,29 @@ A checkpoint's name has its step: step-00001200. Every call is made by all ranks
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
 from hfai.checkpoint import api, state
-from hfai.checkpoint.errors import CheckpointError, NoCheckpointError, is_damage
+from hfai.checkpoint.errors import StateMismatchError
 from hfai.checkpoint.handle import SaveHandle
-from hfai.checkpoint.loading import Loaded, check_into, load_into
+from hfai.checkpoint.loading import Loaded
 from hfai.checkpoint.peers import TIMEOUT, Peers
-from hfai.checkpoint.retention import step_name, step_of, to_remove
+from hfai.checkpoint.preparing import prepare_pool
+from hfai.checkpoint.resuming import Resumption
+from hfai.checkpoint.retention import step_name, steps_of, to_remove
 from hfai.checkpoint.saver import Saver
 from hfai.checkpoint.schedule import Schedule, Watch
-from hfai.checkpoint.staging import HostPool
+from hfai.checkpoint.staging import HOST_BUDGET, HostPool
 from hfai.checkpoint.storage import PathLike, locate
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from ffrecord import StoreOptions
-
-_T = TypeVar("_T")
 
 
 class CheckpointManager:
@@ -71,7 +70,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         asynchronous: bool = True,
         busy: str = "wait",
-        host_budget: int = api.HOST_BUDGET,
+        host_budget: int = HOST_BUDGET,
         group: dist.ProcessGroup | None = None,
         threads: int | None = None,
         storage: StoreOptions | None = None,
@@ -100,6 +99,24 @@ class CheckpointManager:
     def directory(self) -> str:
         """Where the checkpoints are."""
         return self._location.path
+
+    def prepare(self, model: Any, optimizer: Any = None) -> None:
+        """Begin to make the buffers of asynchronous saves, so that the first one need not.
+
+        `resume` does so where saves come by themselves, after `every` steps or `minutes`. See
+        `hfai.checkpoint.prepare`; no rank waits for another here.
+
+        Args:
+            model: As for `save`.
+            optimizer: As for `save`.
+
+        Raises:
+            StateMismatchError: As for `save`.
+            TypeError: As for `save`.
+            ValueError: The manager is closed.
+        """
+        self._need_open()
+        prepare_pool(self._pool, model, optimizer, self._peers.world)
 
     def should_save(self, step: int) -> bool:
         """Whether a checkpoint of this step is due; called at every step boundary, by all ranks.
@@ -150,8 +167,7 @@ class CheckpointManager:
                 others may learn of it only there.
             ValueError: The step is no whole number from 0 on, or the manager is closed.
         """
-        if self._closed:
-            raise ValueError("the manager is closed: make a new one")
+        self._need_open()
         if self._handle is not None and not self._make_room():
             return None
         in_background = self._asynchronous if asynchronous is None else asynchronous
@@ -199,8 +215,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Return the steps that there are checkpoints of, in order."""
-        found = (step_of(name) for name in self._location.children())
-        return sorted(step for step in found if step is not None)
+        return steps_of(self._location.children())
 
     def resume(
         self,
@@ -246,45 +261,22 @@ class CheckpointManager:
             CheckpointError: Another rank could not load.
             OSError: A file cannot be read, and may be whole.
         """
-        self._resumes += 1
         given: dict[str, Any] = {
             "model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler,
             "strict": strict, "cast": cast, "rng": rng, "threads": self._threads,
             "rank": self._peers.rank,
         }  # fmt: skip
-        steps = self._agree_on_steps(step)
-        last: Exception | None = None
-        for number, one in enumerate(reversed(steps)):
-            location = self._location.child(step_name(one))
-            key = f"resume/{self._resumes}/{number}"
-            failure, error = None, None
-            # Whatever an earlier checkpoint does not have keeps what this one is read into.
-            if not strict and fallback and number + 1 < len(steps):
-                _, error = _caught(functools.partial(check_into, location, **given))
-                failure = self._worst(f"{key}/check", error)
-            if failure is None:
-                load = functools.partial(load_into, location, progress=progress, **given)
-                loaded, error = _caught(load)
-                failure = self._worst(key, error)
-                if failure is None:
-                    self._last = one
-                    self._schedule.saved(one)
-                    return loaded
-            if error is not None and not is_damage(error):
-                raise error
-            kind, text = failure
-            if kind != "damage":
-                raise CheckpointError(f"resuming from {location.path} failed on {text}")
-            last = error or CheckpointError(text)
-            if not fallback:
-                raise last
-            if self._peers.rank == 0 or error is not None:
-                warnings.warn(
-                    f"{location.path} is not used, because it is damaged: {text}", stacklevel=2
-                )
-        if last is not None:
-            raise last
-        return None
+        self._resumes += 1
+        resumption = Resumption(self._location, self._peers, f"resume/{self._resumes}")
+        loaded = resumption.run(step, fallback, progress, given)
+        if loaded is not None:
+            self._last = resumption.step
+            self._schedule.saved(resumption.step)
+        if self._asynchronous and self._schedule.is_automatic and not self._closed:
+            # What makes no sense is for the first save to say.
+            with contextlib.suppress(TypeError, ValueError, StateMismatchError):
+                self.prepare(model, optimizer)
+        return loaded
 
     def close(self) -> None:
         """Wait for what is being written, and free the buffers.
@@ -321,17 +313,9 @@ class CheckpointManager:
                 self._watch.begin(self._handle)
             raise
 
-    def _warn_of_unfinished(self, steps: list[int]) -> None:
-        """Name what would be the newest checkpoint if its commit record were there."""
-        for name in self._location.unfinished():
-            step = step_of(name)
-            if step is not None and step > max(steps, default=-1):
-                warnings.warn(
-                    f"{self._location.child(name).path} is not used: its COMMIT file is missing, "
-                    "which no save leaves so; put that back, remove the directory, or save the "
-                    "step again",
-                    stacklevel=4,
-                )
+    def _need_open(self) -> None:
+        if self._closed:
+            raise ValueError("the manager is closed: make a new one")
 
     def _make_room(self) -> bool:
         """Wait for the save before, or say that this one is skipped; all ranks do the same."""
@@ -351,44 +335,3 @@ class CheckpointManager:
         names = self._location.children()
         for name in to_remove(names, self._keep, self._keep_every, newest):
             self._location.child(name).remove()
-
-    def _agree_on_steps(self, step: int | None) -> list[int]:
-        """Return the steps to try, as rank 0 sees them."""
-        key = f"resume/{self._resumes}/steps"
-        if self._peers.rank == 0:
-            found = self.steps()
-            self._warn_of_unfinished(found)
-            self._peers.set(key, ",".join(map(str, found)).encode())
-        else:
-            text = self._peers.wait([key], "resume")[0].decode()
-            found = [int(one) for one in text.split(",") if one]
-        if step is None:
-            return found
-        if step not in found:
-            raise NoCheckpointError(
-                f"{self.directory} has no checkpoint of step {step}: there are "
-                f"{', '.join(map(str, found)) or 'none'}"
-            )
-        return [one for one in found if one <= step]
-
-    def _worst(self, key: str, error: Exception | None) -> tuple[str, str] | None:
-        """Tell the others how loading went; return the first failure, its kind and text."""
-        peers = self._peers
-        said = b""
-        if error is not None:
-            kind = "damage" if is_damage(error) else "other"
-            said = f"{kind} rank {peers.rank}: {error}".encode()
-        peers.set(f"{key}/{peers.rank}", said)
-        found = peers.wait([f"{key}/{rank}" for rank in range(peers.world)], "resume")
-        failures = sorted((text.decode() for text in found if text), reverse=True)
-        if not failures:
-            return None
-        kind, _, text = failures[0].partition(" ")
-        return kind, text
-
-
-def _caught(load: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    try:
-        return load(), None
-    except Exception as error:
-        return None, error

@@ -126,7 +126,8 @@ class Peers:
         """Remove a key, where the store can."""
         self._local.pop(key, None)
         if self._store is not None:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
+            # Some stores cannot remove; and where the server is gone, so is the key.
+            with contextlib.suppress(RuntimeError):
                 self._store.delete_key(self._prefix + key)
 
     def wait(

@@ -19,6 +19,11 @@ def step_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Return the steps of checkpoints' names, in order; other names are left out."""
+    return sorted(step for step in map(step_of, names) if step is not None)
+
+
 def to_remove(
     names: Iterable[str], keep: int, keep_every: int | None, newest: int | None = None
 ) -> list[str]:
@@ -32,6 +37,5 @@ def to_remove(
             taken up again at an earlier step, perhaps because they are damaged: counting them, the
             checkpoint that was saved just now would be the one to go.
     """
-    steps = sorted(step for step in map(step_of, names) if step is not None)
-    steps = [step for step in steps if newest is None or step <= newest]
+    steps = [step for step in steps_of(names) if newest is None or step <= newest]
     return [step_name(step) for step in steps[:-keep] if keep_every is None or step % keep_every]

@@ -41,6 +41,11 @@ class Schedule:
         self._later = 1  # calls between the last two times that it was asked
         self._before = self._since = time.monotonic()
 
+    @property
+    def is_automatic(self) -> bool:
+        """Whether saves come due at all."""
+        return self._every is not None or self._minutes is not None
+
     def is_due(self, step: int) -> bool:
         """Whether to save at this boundary."""
         due = self._every is not None and step > 0 and step % self._every == 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from hfai.checkpoint.format import shard_name
 from hfai.checkpoint.parallel import in_threads
 from hfai.checkpoint.shard import SEGMENT, Segment, segments
-from hfai.checkpoint.staging import HostPool
+from hfai.checkpoint.staging import HostPool, locking
 from hfai.checkpoint.storage import Sink
 
 if TYPE_CHECKING:
@@ -117,7 +117,10 @@ class Staging:
         with contextlib.ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            for segment in segments(self._prepared.layout):
+            todo = list(segments(self._prepared.layout))
+            if self._streams:
+                self._pool.expect(len(todo), locking(self._streams[0].device))
+            for segment in todo:
                 buffer = self._pool.acquire(lambda: bool(self._failed))
                 if buffer is None:
                     return

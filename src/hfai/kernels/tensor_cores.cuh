@@ -62,6 +62,23 @@ __device__ __forceinline__ void copy_async_or_zeros(void* target, const void* so
                : "memory");
 }
 
+// 16 bytes from global memory that nobody writes, or zeros, for which nothing is read. In this order and
+// not later: the compiler may not move it.
+__device__ __forceinline__ void load_16_bytes_or_zeros(float (&value)[4], const float* source,
+                                                       bool load) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) value[i] = 0.0f;
+  asm volatile(
+      "{\n.reg .pred load;\nsetp.ne.b32 load, %5, 0;\n"
+      "@load ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+f"(value[0]), "+f"(value[1]), "+f"(value[2]), "+f"(value[3])
+      : "l"(__cvta_generic_to_global(source)), "r"(load ? 1 : 0));
+}
+// Starts bringing the line of 128 bytes around an address to the second-level cache.
+__device__ __forceinline__ void prefetch_line(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(source)));
+}
+
 // 16 bytes to global memory in one instruction: the compiler takes a plain store apart where the words
 // don't lie in neighbouring registers.
 __device__ __forceinline__ void store_16_bytes(void* target, const u32 (&word)[4]) {

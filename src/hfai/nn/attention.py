@@ -69,7 +69,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         if reason is None and not self.out_proj.weight.is_cuda:
             reason = f"the parameters are on {self.out_proj.weight.device.type}, not on CUDA"
         if reason is None and not torch.is_autocast_enabled("cuda"):
-            reason = dispatch.why_not_precision(self.out_proj.weight.dtype)
+            weight = self.out_proj.weight
+            reason = dispatch.why_not_precision(
+                weight.dtype, dispatch.MANY_ROWS, self.embed_dim, weight.get_device()
+            )
         if reason is not None:
             return Path("torch", reason)
         if self.training and self.dropout:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hfai.kernels.attention import Masking
 from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.mha import call, dispatch
 from hfai.kernels.mha.projections import Layout
+from hfai.kernels.products import linear
 from hfai.nn import sublayers
 
 
@@ -51,6 +51,10 @@ def encode(
         return None  # which torch refuses
     dtype, length = call.product_type(x), x.shape[1]
     if dispatch.why_torchs(length, length, dtype, by_torchs_node=False) is not None:
+        return None
+    if x.is_cuda and dispatch.why_not_precision(
+        dtype, x.shape[0] * length, x.shape[2], x.get_device()
+    ):
         return None
     head = encoder.layers[0].self_attn.head_dim
     if x.is_cuda and dispatch.why_not_head(head, dtype) is not None:
@@ -104,14 +108,14 @@ def _attend(layer: nn.TransformerEncoderLayer, x: Tensor, rows: Tensor, masking:
     module = layer.self_attn
     padding = masking.key_padding_mask
     assert padding is not None
-    product = F.linear(x, module.in_proj_weight, module.in_proj_bias)
+    product = linear(x, module.in_proj_weight, module.in_proj_bias)
     whole = _put_back(product, rows, padding.shape)
     dropout = float(module.dropout) if module.training else 0.0
     made, _ = call.attend_products(
         [whole], Layout(module.num_heads, True), masking, need_weights=False, dropout=dropout
     )
     made = made.flatten(0, 1).index_select(0, rows)
-    return F.linear(made, module.out_proj.weight, module.out_proj.bias)
+    return linear(made, module.out_proj.weight, module.out_proj.bias)
 
 
 def _put_back(x: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from hfai.kernels import residual_norm
+from hfai.kernels import products, residual_norm
 from hfai.kernels.coverage import PLAIN_TYPES
 from hfai.kernels.residual_norm import Outputs
 from hfai.nn.layer_norm import LayerNorm
@@ -99,7 +98,7 @@ def contract_and_normalise(
             return made.y
         branch = branch if bias is None else branch + bias.to(branch.dtype)
     else:
-        branch = linear(inner)
+        branch = _call(linear, inner)
     y: Tensor = norm(residual + dropout(branch))
     return y
 
@@ -108,11 +107,11 @@ def finish_encoder_layer(layer: nn.TransformerEncoderLayer, src: Tensor, branch:
     """Return what the layer makes of its input and of what its attention returned."""
     if layer.norm_first:
         x, read = add_then_normalise(branch, src, layer.dropout1, layer.norm2, layer.linear1)
-        inner = layer.dropout(layer.activation(layer.linear1(read)))
-        y: Tensor = x + layer.dropout2(layer.linear2(inner))
+        inner = layer.dropout(layer.activation(_call(layer.linear1, read)))
+        y: Tensor = x + layer.dropout2(_call(layer.linear2, inner))
         return y
     x, read = add_and_normalise(branch, src, layer.dropout1, layer.norm1, layer.linear1)
-    inner = layer.dropout(layer.activation(layer.linear1(read)))
+    inner = layer.dropout(layer.activation(_call(layer.linear1, read)))
     return contract_and_normalise(inner, layer.linear2, x, layer.dropout2, layer.norm2)
 
 
@@ -138,13 +137,13 @@ def decode(
         x, read = add_then_normalise(branch, tgt, layer.dropout1, layer.norm2)
         branch = layer.multihead_attn(read, memory, memory, need_weights=False, **of_memory)[0]
         x, read = add_then_normalise(branch, x, layer.dropout2, layer.norm3, layer.linear1)
-        inner = layer.dropout(layer.activation(layer.linear1(read)))
-        y: Tensor = x + layer.dropout3(layer.linear2(inner))
+        inner = layer.dropout(layer.activation(_call(layer.linear1, read)))
+        y: Tensor = x + layer.dropout3(_call(layer.linear2, inner))
         return y
     x, read = add_and_normalise(branch, tgt, layer.dropout1, layer.norm1)
     branch = layer.multihead_attn(read, memory, memory, need_weights=False, **of_memory)[0]
     x, read = add_and_normalise(branch, x, layer.dropout2, layer.norm2, layer.linear1)
-    inner = layer.dropout(layer.activation(layer.linear1(read)))
+    inner = layer.dropout(layer.activation(_call(layer.linear1, read)))
     return contract_and_normalise(inner, layer.linear2, x, layer.dropout3, layer.norm3)
 
 
@@ -203,5 +202,13 @@ def _without_bias(linear: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if _is_plain_linear(linear) and linear.bias is not None:
         weight, bias = linear.weight, linear.bias
         if type(weight) in PLAIN_TYPES and type(bias) in PLAIN_TYPES:
-            return F.linear(x, weight), bias
+            return products.linear(x, weight, None), bias
     return linear(x), None
+
+
+def _call(linear: nn.Module, x: Tensor) -> Tensor:
+    """Return `linear(x)`, in fp32's own accuracy by our kernels where they are faster."""
+    if _is_plain_linear(linear) and isinstance(x, Tensor):
+        return products.linear(x, linear.weight, linear.bias)  # type: ignore[arg-type]
+    y: Tensor = linear(x)
+    return y

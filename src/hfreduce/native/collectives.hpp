@@ -22,7 +22,7 @@
 
 namespace hfreduce {
 
-// The numbers are shared with Python's hfreduce/reducer.py.
+// The numbers are shared with Python's hfreduce/collectives.py.
 enum class Kind : uint8_t {
   kBarrier, kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter, kGather, kScatter
 };

@@ -22,9 +22,9 @@
 
 #include "adders.hpp"
 #include "gpu_streams.hpp"
+#include "gpu_sums.hpp"
 #include "group.hpp"
 #include "idle.hpp"
-#include "past_caches.hpp"
 #include "trace.hpp"
 
 namespace hfreduce {
@@ -42,7 +42,7 @@ class CudaPath {
       : group_(group), segment_(group.segment()), rank_(group.rank()),
         world_(segment_.shape().world),
         chunk_bytes_(static_cast<int64_t>(segment_.shape().slot_bytes)),
-        streams_(segment_, rank_, device, flags),
+        sums_(segment_, group.table(), rank_), streams_(segment_, rank_, device, flags),
         looks_(group.waiter().pauses > 0 ? kLooks : 0), trace_(threads) {
     chunks_.resize(static_cast<size_t>(segment_.shape().slots));
     submitted_.value.store(kFirst);
@@ -260,6 +260,9 @@ class CudaPath {
       }
       const uint32_t there = streams_.returned(returned_, gone_);
       if (there != returned_) {
+        // Once the group has failed others copy over slots: what came back may be theirs.
+        if (const uint64_t failure = segment_.header().failure.load())
+          return Status::unpacked(failure);
         trace_.note(Stage::kReturned, returned_, there);
         returned_ = there;
         advance(mine.taken, returned_);
@@ -296,47 +299,11 @@ class CudaPath {
   int64_t bytes_of(const Chunk &chunk) const {
     return Cut(chunk.call, chunk_bytes_).size(chunk.index) * chunk.call.item();
   }
+  int pieces_of(const Chunk &chunk) const { return sums_.pieces(chunk.call, chunk.index); }
 
-  // This rank's part of a chunk, from whole cache lines on.
-  struct Slice {
-    int64_t begin, size;
-  };
-  Slice slice_of(const Chunk &chunk) const {
-    const int64_t count = Cut(chunk.call, chunk_bytes_).size(chunk.index);
-    const int64_t each = ((count + world_ - 1) / world_ + 63) / 64 * 64;
-    const int64_t begin = std::min(count, each * rank_);
-    return {begin, std::min(each, count - begin)};
-  }
-  int pieces_of(const Chunk &chunk) const {
-    const int64_t bytes = slice_of(chunk).size * chunk.call.item();
-    return static_cast<int>(std::max<int64_t>(1, (bytes + kPieceBytes - 1) / kPieceBytes));
-  }
-
-  // Adds a piece of this rank's slice of all slots into slot 0, whose bytes no other rank reads or
-  // writes there.
   void combine(int thread, const Chunk &chunk, uint32_t number, int piece) {
     trace_.note(Stage::kAdding, number, thread);
-    const int64_t item = chunk.call.item();
-    const Slice slice = slice_of(chunk);
-    const int64_t from = slice.begin + kPieceBytes / item * piece;
-    const int64_t until = std::min(slice.begin + slice.size, from + kPieceBytes / item);
-    const auto function = group_.table().functions[static_cast<size_t>(chunk.call.dtype)]
-                                                  [static_cast<size_t>(chunk.call.op)];
-    std::vector<const void *> sources(static_cast<size_t>(world_));
-    alignas(64) char sums[kBlockBytes];
-    for (int64_t i = from; i < until; i += kBlockBytes / item) {
-      const int64_t elements = std::min(until - i, kBlockBytes / item);
-      const size_t size = static_cast<size_t>(elements * item);
-      for (int r = 0; r < world_; ++r)
-        sources[static_cast<size_t>(r)] = segment_.slot(0, r, number) + i * item;
-      char *const target = segment_.slot(0, 0, number) + i * item;
-      char *const out = leave_ == Leave::kMemory ? sums : target;
-      function(sources.data(), world_, out, nullptr, static_cast<size_t>(elements));
-      if (leave_ == Leave::kMemory) copy_past_caches(target, sums, size);
-      if (leave_ == Leave::kShared)  // what others' copies are to overwrite, too
-        for (const void *source : sources) hand_on(source, size);
-    }
-    settle();
+    sums_.add(chunk.call, chunk.index, number, piece);
     trace_.note(Stage::kAdded, number, thread);
   }
 
@@ -368,10 +335,11 @@ class CudaPath {
   }
 
   // Ends all calls, those to come too. The streams then copy over slots from which a slower rank may
-  // still take what an earlier call gave it: that rank gets a second.
+  // still take what an earlier call gave it: that rank gets a second to see the call end well, unless
+  // it is to blame, has failed or is gone.
   void fail(const Status &status) {
-    int whose;
-    for (int i = 0; i < 1000 && ahead(returned_, least(&Progress::taken, whose)); ++i) {
+    segment_.member(rank_).state.store(State::kFailed);  // it takes no more from others' slots
+    for (int i = 0; i < 1000 && someone_is_behind(status.rank); ++i) {
       const timespec millisecond{0, 1'000'000};
       nanosleep(&millisecond, nullptr);
     }
@@ -382,12 +350,19 @@ class CudaPath {
     wake_all(finished_);
   }
 
+  bool someone_is_behind(int blamed) const {
+    for (int r = 0; r < world_; ++r)
+      if (r != blamed &&
+          ahead(returned_, segment_.progress(0, r).taken.value.load(std::memory_order_acquire)) &&
+          segment_.member(r).state.load() == State::kAttached && !group_.waiter().peers->is_dead(r))
+        return true;
+    return false;
+  }
+
   // Some 200 µs of looking, where there are processors to spare: the next chunk is that near.
   static constexpr int kLooks = 4000;
   // A chunk that the server adds itself, where nothing else is being added.
   static constexpr int64_t kAloneBytes = 256 << 10;
-  static constexpr int64_t kPieceBytes = 64 << 10;  // what an adder takes at a time
-  static constexpr int64_t kBlockBytes = 16 << 10;  // half of a core's first cache
   static constexpr int kServer = -1;                // in the trace
 
   Group &group_;
@@ -395,9 +370,9 @@ class CudaPath {
   const int rank_, world_;
   const int64_t chunk_bytes_;
   const int process_ = getpid();
+  const GpuSums sums_;
   GpuStreams streams_;
   const int looks_;
-  const Leave leave_ = where_to_leave();
   Trace trace_;
   Busy busy_;
   // The server's: up to which chunk each step has come.

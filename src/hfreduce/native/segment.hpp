@@ -38,7 +38,8 @@ struct Progress {
   Word put, combined, taken;
 };
 
-enum class State : uint32_t { kAbsent, kAttached, kClosed };
+// Failed: a call has ended with an error, which the header says, and no other begins.
+enum class State : uint32_t { kAbsent, kAttached, kFailed, kClosed };
 
 struct alignas(64) Member {
   std::atomic<State> state;

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 
-from hfreduce.errors import DeadPeerError, LatePeerError, PeerError
+from hfreduce.errors import DeadPeerError, LatePeerError, PeerError, first_line
 from hfreduce.network.base import Place
 from hfreduce.network.point_to_point import PointToPoint
 
@@ -168,9 +168,3 @@ class _Waiter:
             else:
                 future.set_result(None)
             del entry, job, future  # keep no tensor while waiting for the next
-
-
-def first_line(error: BaseException) -> str:
-    """Return what an error of torch's says, without its C++ frames."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -50,7 +50,8 @@ class MpiNetwork(PointToPoint):
         deadline = time.monotonic() + place.timeout
         try:
             ranks = [
-                int(when_there(place.store, f"mpi/{node}", deadline)) for node in range(place.size)
+                int(when_there(place.store, f"mpi/{node}", deadline, place.labels[node]))
+                for node in range(place.size)
             ]
         except TimeoutError as error:
             raise ConnectionError(f"{place.labels[place.rank]} by MPI: {error}") from error

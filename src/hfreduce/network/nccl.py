@@ -25,9 +25,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C import _distributed_c10d
 
-from hfreduce.errors import DeadPeerError, LatePeerError
+from hfreduce.errors import DeadPeerError, LatePeerError, first_line
 from hfreduce.network.base import Network, Place
-from hfreduce.network.gloo import first_line
 from hfreduce.network.tcp import TcpNetwork
 
 _torch: Any = _distributed_c10d

@@ -138,25 +138,39 @@ class TcpNetwork(PointToPoint):
             address, port = door.getsockname()[:2]
             place.store.set(f"tcp/{place.rank}", f"{token.hex()} {port} {address}")
             for node in range(place.rank):
-                asked, to, where = when_there(place.store, f"tcp/{node}", deadline).split(" ", 2)
+                who = place.labels[node]
+                said = when_there(place.store, f"tcp/{node}", deadline, who)
+                asked, to, where = said.split(" ", 2)
                 for lane in range(_LANES):
                     left = max(0.001, deadline - time.monotonic())
-                    made = socket.create_connection((where, int(to)), timeout=left)
-                    self._sockets[node, lane] = made
-                    made.sendall(_GREETING.pack(bytes.fromhex(asked), place.rank, lane))
+                    try:
+                        made = socket.create_connection((where, int(to)), timeout=left)
+                        self._sockets[node, lane] = made
+                        made.sendall(_GREETING.pack(bytes.fromhex(asked), place.rank, lane))
+                    except OSError as error:
+                        raise ConnectionError(
+                            f"{who} takes no connection at {where}, port {to} ({error}): it is "
+                            f"dead, or out of reach"
+                        ) from error
             missing = {
                 (n, lane) for n in range(place.rank + 1, place.size) for lane in range(_LANES)
             }
             while missing:
                 door.settimeout(max(0.001, deadline - time.monotonic()))
-                made, _ = door.accept()
+                try:
+                    made, _ = door.accept()
+                except TimeoutError:
+                    absent = ", ".join(place.labels[n] for n in sorted({n for n, _ in missing}))
+                    raise TimeoutError(f"{absent} did not connect in {place.timeout:g} s") from None
                 made.settimeout(max(0.001, min(5.0, deadline - time.monotonic())))
                 greeting = _received(made, _GREETING.size)
-                who = _GREETING.unpack(greeting) if len(greeting) == _GREETING.size else (b"", 0, 0)
+                came = (
+                    _GREETING.unpack(greeting) if len(greeting) == _GREETING.size else (b"", 0, 0)
+                )
                 # Anyone may knock: whoever does not know the token is sent away.
-                if secrets.compare_digest(who[0], token) and who[1:] in missing:
-                    missing.remove(who[1:])
-                    self._sockets[who[1:]] = made
+                if secrets.compare_digest(came[0], token) and came[1:] in missing:
+                    missing.remove(came[1:])
+                    self._sockets[came[1:]] = made
                 else:
                     made.close()
         for made in self._sockets.values():

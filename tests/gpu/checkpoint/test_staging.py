@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from hfai import checkpoint
+from hfai.checkpoint.page_locked import lock, page_locked
 from hfai.checkpoint.shard import SEGMENT
 from hfai.checkpoint.staging import HostPool
+from tests.checkpoint.test_manager import in_child
 from tests.checkpoint.training import bits
 
 SIZE = 4096
@@ -76,11 +80,12 @@ def test_generators_of_all_devices_come_back(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "a", "cuda")["model"]["w"].is_cuda
 
 
-def test_buffers_are_page_locked_within_the_budget_and_given_back() -> None:
+def test_prepared_buffers_are_page_locked_within_the_budget_and_given_back() -> None:
     pool = HostPool(7 * SEGMENT)
-    pool.pin(True)
-    buffers = [pool.acquire() for _ in range(7)]
+    pool.prepare(100 * SEGMENT)
+    assert pool.wait_prepared(60)
     assert pool.allocated == 7 * SEGMENT
+    buffers = [pool.acquire() for _ in range(7)]
     assert pool.acquire(lambda: True) is None
     source = torch.arange(SEGMENT, device="cuda", dtype=torch.int64).to(torch.uint8)
     for buffer in buffers:
@@ -105,6 +110,98 @@ def _locked() -> int:
     """Return the bytes of this process's own memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def test_as_much_is_prepared_as_a_save_takes_and_that_makes_no_more(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(SIZE, 4 * SIZE, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    pool = checkpoint.prepare(model, optimizer)  # it has done no step, and will have two averages
+    assert pool.wait_prepared(60)
+    prepared = pool.allocated
+    model(torch.ones(1, SIZE, device="cuda")).sum().backward()
+    optimizer.step()
+    expected = bits(model.weight.detach())
+    for name in ("a", "b"):
+        checkpoint.save_async(tmp_path / name, model, optimizer, pool=pool).wait()
+        assert abs(pool.allocated - prepared) <= SEGMENT
+    assert bits(checkpoint.load(tmp_path / "b")["model"]["weight"]) == expected
+    with checkpoint.CheckpointManager(tmp_path / "many", every=5) as manager:
+        assert manager.resume(model, optimizer) is None
+        assert manager._pool.wait_prepared(60)
+        assert abs(manager._pool.allocated - prepared) <= SEGMENT
+
+
+def test_a_save_in_the_midst_of_preparing_is_whole(tmp_path: Path) -> None:
+    model, optimizer = _training()
+    expected = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    pool = checkpoint.prepare(model, optimizer, host_budget=5 * SEGMENT)
+    handle = checkpoint.save_async(tmp_path / "a", model, optimizer, pool=pool)
+    for _ in range(3):
+        _step(model, optimizer)
+    handle.wait()
+    assert pool.allocated <= 5 * SEGMENT
+    loaded = checkpoint.load(tmp_path / "a")["model"]
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == expected
+
+
+def test_a_graph_that_is_captured_meanwhile_is_whole() -> None:
+    pool = HostPool(40 * SEGMENT)
+    ones = torch.ones(1000, device="cuda")
+    torch.cuda.synchronize()
+    pool.prepare(40 * SEGMENT)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = ones
+        while pool.allocated < 10 * SEGMENT:
+            total = total + 1
+            time.sleep(0.001)
+    made = pool.allocated
+    graph.replay()
+    assert made < 40 * SEGMENT, "it was captured while buffers were made"
+    assert float(total[0]) > 1
+    assert pool.wait_prepared(60)
+    assert pool.allocated == 40 * SEGMENT
+
+
+def test_memory_that_is_not_locked_is_used_all_the_same(tmp_path: Path) -> None:
+    model, optimizer = _training()
+    expected = {name: bits(tensor) for name, tensor in model.state_dict().items()}
+    pool = HostPool(4 * SEGMENT)
+    once = page_locked(SEGMENT, torch.device("cuda"))
+
+    def twice() -> torch.Tensor:  # CUDA locks no memory a second time
+        lock(once, torch.device("cuda"))
+        return once
+
+    def prepare() -> None:
+        pool.expect(4, twice, hurried=False)
+        assert pool.wait_prepared(60)
+
+    with pytest.warns(UserWarning, match=r"not page-locked beyond 0 bytes.*already"):
+        prepare()
+    checkpoint.save_async(tmp_path / "a", model, optimizer, pool=pool).wait()
+    loaded = checkpoint.load(tmp_path / "a")["model"]
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == expected
+    _step(model, optimizer)  # the error was another thread's
+
+
+def test_a_forked_child_leaves_prepared_buffers_alone() -> None:
+    pool = HostPool(3 * SEGMENT)
+    pool.prepare(3 * SEGMENT)
+    assert pool.wait_prepared(60)
+
+    def child() -> None:
+        assert pool.allocated == 0
+        buffer = pool.acquire()
+        assert buffer is not None
+        buffer.fill_(7)
+        pool.trim()
+
+    assert in_child(child) == 0
+    buffers = [pool.acquire() for _ in range(3)]
+    assert all(buffer is not None and buffer.is_pinned() for buffer in buffers)
+    assert not any(buffer.any() for buffer in buffers if buffer is not None)
 
 
 def test_a_slice_loads_to_the_gpu_from_its_chunks_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The lines of the original's README run unchanged, over NCCL on two GPUs."""
+"""The lines of the original's README run unchanged over NCCL, by two ranks or, on one GPU, one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.multiprocessing.test_spawn import free_port
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank, and there are not two"
-)
 SCRIPT = """
 import os
 import torch, torch.distributed as dist
@@ -30,19 +26,20 @@ def main(local_rank, gpus):
     model = torch.nn.Linear(4, 1).cuda()
     model = DistributedDataParallel(model, device_ids=[local_rank])
     for _ in range(3):
-        model(torch.full((2, 4), float(local_rank)).cuda()).sum().backward()
+        model(torch.full((2, 4), local_rank + 1.0).cuda()).sum().backward()
     print(f"weight {model.module.weight.grad.mean().item():g}", flush=True)
     model.reducer.stop()
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    hfai.multiprocessing.spawn(main, args=(2,), nprocs=2, bind_numa=True)
+    hfai.multiprocessing.spawn(main, args=(GPUS,), nprocs=GPUS, bind_numa=True)
 """  # noqa: E501
 
 
 def test_the_originals_lines_run_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
+    gpus = min(2, torch.cuda.device_count())  # NCCL needs one for each rank
+    path.write_text(SCRIPT.replace("GPUS", str(gpus)))
     env = os.environ | {
         "MASTER_IP": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -53,4 +50,5 @@ def test_the_originals_lines_run_unchanged(tmp_path: Path) -> None:
         [sys.executable, path], capture_output=True, text=True, timeout=120, env=env
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("weight 3\n") == 2  # three passes of 0 and 2 on average
+    weight = 3 * (2 + 4) / 2 if gpus == 2 else 3 * 2  # three passes, on average over the ranks
+    assert done.stdout.count(f"weight {weight:g}\n") == gpus, done.stdout

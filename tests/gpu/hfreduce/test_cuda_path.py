@@ -14,6 +14,7 @@ from torch import distributed as dist
 
 import hfreduce
 from haiscale.ddp import DistributedDataParallel
+from hfreduce import topology
 from tests.hfreduce.ranks import Ranks, reducer, run
 
 CHUNK = 256 << 10
@@ -65,6 +66,14 @@ def test_sums_have_the_defined_bits(world: int, flags: bool) -> None:
     assert used == [flags] * world, "the driver has no stream memory operations"
 
 
+def test_a_gpus_place_on_the_bus_is_known_to_sysfs() -> None:
+    address = topology.address(torch.device("cuda", 0))
+    there = [path.name for path in (topology.SYSFS / "bus/pci/devices").glob("*")]
+    if not address or not there:
+        pytest.skip("this version of torch does not say it, or this machine shows no bus")
+    assert address in there
+
+
 def one_rank(rank: int, world: int, store: str) -> None:
     group, gpu = reducer(rank, world, store), device(rank)
     tensor = torch.randn(1_000_003, device=gpu)
@@ -93,9 +102,13 @@ def in_order(rank: int, world: int, store: str) -> None:
             x = x - 1
         torch.cuda.current_stream().wait_stream(side)
     handles = []
-    tensors = [torch.full((100_000,), float(rank + i), device=gpu) for i in range(30)]
+    # Every other one is enqueued by another thread, and the rest take their turn behind it.
+    tensors = [
+        torch.full((2_000_000 if i % 2 else 100_000,), float(rank + i), device=gpu)
+        for i in range(30)
+    ]
     for tensor in tensors:
-        handles.append(group.all_reduce(tensor, async_op=True))
+        handles.append(group.all_reduce(tensor, async_op=True, apart=True))
     for i, (tensor, handle) in enumerate(zip(tensors, handles, strict=True)):
         assert handle is not None
         handle.wait()

@@ -16,7 +16,18 @@ from hfai.kernels.attention import (
     supports,
     supports_packed,
 )
-from tests.kernels.attention.cases import BF16, FP16, FP32, TOLERANCES, Call, call, error, padding
+from tests.kernels.attention.cases import (
+    BF16,
+    FP16,
+    FP32,
+    RANGES,
+    TOLERANCES,
+    Call,
+    call,
+    error,
+    of_range,
+    padding,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +110,18 @@ def test_fp32_without_tf32_is_as_accurate_as_torch(length: int) -> None:
     found = torch.autograd.grad(theirs, inputs, case.dout)
     for ours, torchs, expected in zip(run(case), (theirs, *found), (out, *gradients), strict=False):
         assert error(ours, expected) < 1.5 * error(torchs, expected)
+
+
+@pytest.mark.parametrize("length", [64, 256])
+@pytest.mark.parametrize("kind", RANGES)
+def test_fp32_with_tf32_is_as_accurate_as_torch_of_all_ranges(kind: str, length: int) -> None:
+    case = of_range(kind, length, device="cuda")
+    out, _, gradients = case.expected()
+    inputs = [t.detach().requires_grad_() for t in (case.q, case.k, case.v)]
+    theirs = formula.attention(*inputs, case.masking)[0]
+    found = torch.autograd.grad(theirs, inputs, case.dout)
+    for ours, torchs, expected in zip(run(case), (theirs, *found), (out, *gradients), strict=False):
+        assert error(ours, expected, 0.0) < 1.5 * error(torchs, expected, 0.0)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -126,6 +126,35 @@ def assert_as_accurate(
             assert error(one, expected) <= allowed
 
 
+def test_bias_gradients_of_gru_are_as_accurate_as_torchs_in_tf32() -> None:
+    ours, torchs, double = layers("GRU", 985, FP32)
+    x = torch.randn(200, 4, 985, device=CUDA)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        found, theirs, exact = (results(layer, x)[4:] for layer in (ours, torchs, double))
+    for one, other, expected in zip(found, theirs, exact, strict=True):
+        assert error(one, expected) <= 1.5 * error(other, expected)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_peak_memory_of_training_is_at_most_torchs(kind: str, tf32: bool) -> None:
+    ours, torchs, _ = layers(kind, 985, FP32)
+    x = torch.randn(1000, 4, 985, device=CUDA, requires_grad=True)
+    dy = torch.randn_like(x)
+    peaks = []
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+        for layer in (ours, torchs):
+            inputs = [x, *layer.parameters()]
+            for _ in range(2):  # what the first call makes and keeps does not count
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                torch.autograd.grad(layer(x)[0], inputs, dy)
+                peak = torch.cuda.max_memory_allocated() - before
+            peaks.append(peak)
+    assert peaks[0] <= peaks[1]
+
+
 def test_the_tf32_switch_is_read_on_every_call() -> None:
     ours, _, double = layers("LSTM", 256, FP32)
     x = torch.randn(40, 4, 256, device=CUDA)

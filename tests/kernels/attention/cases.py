@@ -60,20 +60,59 @@ def call(
     return Call(q, k, v, dout, masking or Masking())
 
 
+RANGES = ("rows", "opposed rows", "columns", "elements", "one huge", "tiny", "sharp")
+
+
+def of_range(kind: str, length: int, *, device: str = "cpu") -> Call:
+    """Draw an fp32 call whose numbers are of very different sizes, in a way that `RANGES` names."""
+    case = call(FP32, 1, length, length, 2, 64, device=device)
+    generator = torch.Generator(device).manual_seed(1)
+
+    def spread(*shape: int, powers: float = 20.0) -> Tensor:
+        return torch.exp2(-powers * torch.rand(shape, generator=generator, device=device))
+
+    every = (case.q, case.k, case.v, case.dout)
+    rows = (1, length, 2, 1)
+    if kind == "rows":
+        for tensor in every:
+            tensor *= 4 * spread(*rows)
+    elif (
+        kind == "opposed rows"
+    ):  # large rows of q where dout's are small: dk has parts of all alike
+        scale = spread(*rows)
+        case.q.mul_(scale)
+        case.dout.div_(scale)
+    elif kind == "columns":
+        for tensor in (case.v, case.dout):
+            tensor *= spread(64)
+    elif kind == "elements":
+        for tensor in every:
+            tensor *= spread(*tensor.shape)
+    elif kind == "one huge":
+        case.v[0, 7, 0] *= 1e3
+        case.dout[0, 3, 0] *= 1e4
+    elif kind == "tiny":
+        case.v.mul_(1e-15)
+        case.dout.mul_(1e-15)
+    elif kind == "sharp":  # rows with one probability of 1
+        case.q.mul_(8.0)
+    return case
+
+
 def padding(batch: int, keys: int, device: str = "cpu") -> Tensor:
     """Return a bool key_padding_mask that leaves each batch a number of keys, at least one."""
     lengths = torch.tensor([1 + (keys * (b + 1) // (batch + 1)) % keys for b in range(batch)])
     return (torch.arange(keys)[None] >= lengths[:, None]).to(device)
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor, least: float = 1e-3) -> float:
     """Return ||actual - expected|| / ||expected||; infinite where the NaNs of both differ.
 
-    Of what is zero (the gradient of a score that is alone in its row) rounding is left: 1e-3 stands
-    for so small a norm.
+    Of what is zero (the gradient of a score that is alone in its row) rounding is left: `least`
+    stands for so small a norm.
     """
     actual, expected = actual.detach().double(), expected.double()
     if not torch.equal(actual.isnan(), expected.isnan()):
         return float("inf")
     difference, scale = (actual - expected).nan_to_num().norm(), expected.nan_to_num().norm()
-    return (difference / scale.clamp_min(1e-3)).item()
+    return (difference / scale.clamp_min(least)).item()

@@ -68,7 +68,7 @@ class EmulatedKernel:
 def load(
     sources: Sequence[str],
     constants: Mapping[str, int | bool],
-    dtype: torch.dtype,
+    types: Mapping[str, torch.dtype],
     kernel: str,
     block: int,
     shared_bytes: int,
@@ -79,7 +79,7 @@ def load(
         for name, value in constants.items()
     ]
     parts = [f'#include "{HERE / "emulator.hpp"}"', *lines]
-    parts.append(f"typedef {jit.CUDA_TYPES[dtype]} T;")
+    parts += [f"typedef {jit.CUDA_TYPES[dtype]} {name};" for name, dtype in types.items()]
     parts.append(f'#include "{HERE / "warpgroup.hpp"}"')
     for source in sources:
         if source not in STANDS_IN_FOR:

@@ -12,7 +12,10 @@
 struct uint2 {
   u32 x, y;
 };
+using std::max;
 using std::min;
+using ::fmaxf;
+using ::fminf;
 using ::copysignf;
 using ::fabsf;
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
@@ -68,6 +71,19 @@ inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
     std::memcpy(&second, row_of_matrix(row, i, lane % 4 * 2 + 1) + lane / 4 * 2, 2);
     return static_cast<u32>(first) | static_cast<u32>(second) << 16;
   });
+}
+
+inline void load_16_bytes_or_zeros(float (&value)[4], const float* source, bool load) {
+  std::memset(value, 0, sizeof value);
+  if (!load) return;
+  demand_aligned(source);
+  std::memcpy(value, source, sizeof value);
+}
+inline void prefetch_line(const void*) {}
+inline u32 __reduce_max_sync(u32, u32 value) {
+  for (int offset = 16; offset > 0; offset /= 2)
+    value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  return value;
 }
 
 inline void store_16_bytes(void* target, const u32 (&word)[4]) {

@@ -13,7 +13,18 @@ from hfai.kernels import jit
 from hfai.kernels.attention import launch, precision, programs
 from hfai.kernels.attention.masking import Masking
 from tests.kernels.attention import emulated
-from tests.kernels.attention.cases import BF16, FP16, FP32, TOLERANCES, Call, call, error, padding
+from tests.kernels.attention.cases import (
+    BF16,
+    FP16,
+    FP32,
+    RANGES,
+    TOLERANCES,
+    Call,
+    call,
+    error,
+    of_range,
+    padding,
+)
 from tests.kernels.compiled import DEVICES
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++ for the emulation")
@@ -32,7 +43,8 @@ def _emulation(monkeypatch: pytest.MonkeyPatch) -> None:
         name: str, plan: Any, dtype: torch.dtype, device: int, constants: Any
     ) -> emulated.EmulatedKernel:
         sources, constants = programs.sources_of(plan), plan.constants() | constants
-        return emulated.load(sources, constants, dtype, name, plan.threads, plan.shared_bytes)
+        types = programs.types_of(plan, dtype)
+        return emulated.load(sources, constants, types, name, plan.threads, plan.shared_bytes)
 
     monkeypatch.setattr(programs, "_load", load)
     for kept in ("_forward", "_backward", "_weights"):
@@ -88,15 +100,70 @@ def test_keys_in_several_parts_with_all_masks_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "head_dim", "dtype"), [(256, 256, 64, BF16), (70, 203, 40, FP16)]
+    ("rows", "keys", "head_dim", "dtype"),
+    [(256, 256, 64, BF16), (70, 203, 40, FP16), (130, 180, 56, FP32), (100, 60, 64, FP32)],
 )
 def test_warpgroups(rows: int, keys: int, head_dim: int, dtype: torch.dtype) -> None:
     case = call(dtype, 1, rows, keys, 2, head_dim, masking=Masking(causal=rows == keys))
+    case.q[:, ::3] *= 4.0  # of some rows later keys have far higher scores than the first ones
     assert programs.architecture_of(programs.backward(case.q, case.k, case.masking).plan)
     check(case, weights=False)
     _, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)
     averaged = launch.attention_weights(case.q, case.k, lse, case.masking, True)
     assert error(averaged, case.expected()[1].mean(1)) < TOLERANCES[dtype]
+
+
+def in_tf32(case: Call) -> tuple[torch.Tensor, ...]:
+    """Return out, dq, dk and dv as products of operands rounded to TF32 give them."""
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = ((t.contiguous().view(torch.int32) + 0x1000 & ~0x1FFF).view(FP32) for t in (a, b))
+        return a @ b
+
+    q, k, v, dout = (t.transpose(1, 2) for t in (case.q, case.k, case.v, case.dout))
+    q = q * q.shape[-1] ** -0.5
+    weights = multiply(q, k.mT).softmax(-1)
+    dweights = multiply(dout, v.mT)
+    dscores = weights * (dweights - (dweights * weights).sum(-1, keepdim=True))
+    made = (
+        multiply(weights, v),
+        multiply(dscores, k) * q.shape[-1] ** -0.5,
+        multiply(dscores.mT, q),
+        multiply(weights.mT, dout),
+    )
+    return tuple(t.transpose(1, 2) for t in made)
+
+
+@pytest.mark.parametrize("length", [64, 96])
+@pytest.mark.parametrize("kind", RANGES)
+def test_fp32_as_scaled_fp16_is_as_accurate_as_tf32(kind: str, length: int) -> None:
+    case = of_range(kind, length)
+    out, _, gradients = case.expected()
+    made, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    found = launch.attention_backward(case.dout, case.q, case.k, case.v, made, lse, case.masking)
+    for ours, theirs, exact in zip((made, *found), in_tf32(case), (out, *gradients), strict=True):
+        assert error(ours, exact, 0.0) < 1.5 * error(theirs, exact, 0.0)
+
+
+def test_fp32_as_scaled_fp16_keeps_infinity_and_nan_where_they_are() -> None:
+    case = call(FP32, 1, 96, 96, 2, 64)
+    case.q[0, 3, 0, 5] = torch.nan
+    case.v[0, 7, 1, 9] = torch.inf
+    case.dout[0, 11, 1, 13] = -torch.inf
+    made, lse = launch.attention_forward(case.q, case.k, case.v, case.masking)
+    wrong = ~made.isfinite()[0]
+    assert made[0, 3, 0].isnan().all()
+    assert made[0, :, 1, 9].isposinf().all()
+    assert wrong.sum() == 64 + 96
+    dq, dk, dv = launch.attention_backward(
+        case.dout, case.q, case.k, case.v, made, lse, case.masking
+    )
+    assert dv[0, :, 1, 13].isneginf().all()
+    assert dv[0, :, 0].isnan().all()  # a row of weights that are NaN
+    assert (~dv[0, :, 1].isfinite()).sum() == 96
+    expected = case.expected()[2]
+    for ours, exact in zip((dq, dk, dv), expected, strict=True):
+        assert torch.equal(ours.isfinite(), exact.isfinite())
 
 
 def test_a_mask_of_each_head_and_sequence_first() -> None:

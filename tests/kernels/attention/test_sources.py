@@ -30,7 +30,8 @@ def check(
 ) -> None:
     assert chosen is not None
     sources = programs.sources_of(chosen)
-    text = jit.program_text(sources, chosen.constants() | constants, {"T": dtype})
+    types = programs.types_of(chosen, dtype)
+    text = jit.program_text(sources, chosen.constants() | constants, types)
     compiled_for = programs.architecture_of(chosen) or architecture
     (kernel,) = resources(text, compiled_for).values()
     full = kernel.registers >= 126
@@ -59,5 +60,5 @@ def test_the_longest_rows_with_all_masks() -> None:
 def test_the_weights(averaged: bool) -> None:
     constants = NO_MASKS | {"AVERAGED": averaged, "ALIGNED": not averaged}
     for architecture in ("sm_80", "sm_90"):
-        chosen = plan.choose_weights(64, BF16, 200, 200, DEVICES[architecture], averaged)
+        chosen = plan.choose_weights(64, BF16, 200, 200, DEVICES[architecture], averaged=averaged)
         check(chosen, BF16, constants, architecture)

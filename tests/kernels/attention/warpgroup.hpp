@@ -9,6 +9,7 @@
 struct float2 {
   float x, y;
 };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 
 constexpr int SWIZZLED_ROW_BYTES = 128;
 constexpr int swizzled(int row, int piece) {

@@ -211,6 +211,7 @@ inline bool __any_sync(u32, bool value) {
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline float tanh_approximate(float x) { return std::tanh(x); }
 inline float __expf(float x) { return std::exp(x); }
+inline float exp2_approximate(float x) { return std::exp2(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
 // common.cuh
@@ -272,6 +273,20 @@ inline void store_shared_by_device(void* target, u32 word) {
 inline void store_shared_by_device(void* target, u32 first, u32 second) {
   store_shared_by_device(target, first);
   store_shared_by_device(static_cast<char*>(target) + 4, second);
+}
+inline void store_shared_by_device_if(bool wanted, void* target, u32 word) {
+  if (wanted) store_shared_by_device(target, word);
+}
+inline void store_shared_by_device_if(bool wanted, void* target, u32 first, u32 second) {
+  if (wanted) store_shared_by_device(target, first, second);
+}
+template <class V>
+V made_once(V value) {
+  return value;
+}
+template <class V>
+V load_if(bool wanted, const V* source) {
+  return wanted ? *source : V{};
 }
 inline void prefetch(const void*) {}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfai.kernels.rnn import launch, programs, status
 from hfai.kernels.rnn.launch import Steps
-from hfai.kernels.rnn.plan import MOST_REGISTERS, Cell, Plan, Precision
+from hfai.kernels.rnn.plan import MOST_ESTIMATED, Cell, Plan, Precision
 from hfai.kernels.rnn.programs import Configuration, Program
 from tests.kernels.rnn import by_hand
 from tests.kernels.rnn.emulated import COMPILER, Emulated, emulated
@@ -174,13 +174,16 @@ def test_sequences_of_different_lengths(cell: Cell) -> None:
         (LSTM, BF16, HALF, {"short_messages": True}),
         (GRU, FP16, HALF, {"columns": 8, "tiles": 2, "directions": 2, "short_messages": True}),
         (LSTM, FP32, SPLIT, {"units": 16}),
+        (LSTM, BF16, HALF, {"columns": 16, "tiles": 2, "units": 16, "short_messages": True}),
+        (GRU, FP32, TF32, {"columns": 16, "directions": 2}),
+        (TANH, FP16, HALF, {"columns": 32, "units": 16, "short_messages": True}),
     ],
 )
 def test_every_precision_tile_and_block_size(
     cell: Cell, dtype: torch.dtype, precision: Precision, options: dict[str, Any]
 ) -> None:
     plan = _plan(cell, 37, precision, **options)
-    _check(_call(plan, dtype, steps=3, batch=9))
+    _check(_call(plan, dtype, steps=3, batch=max(9, plan.columns + 3)))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def test_a_matrix_partly_in_shared_memory(
     cell: Cell, dtype: torch.dtype, precision: Precision, options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setitem(MOST_REGISTERS, 8, 60)  # too few for all of it
+    monkeypatch.setitem(MOST_ESTIMATED, 8, 60)  # too few for all of it
     plan = _plan(cell, 70, precision, **options)
     assert plan.forward_in_shared > 0
     assert plan.backward_in_shared > 0
@@ -330,7 +333,7 @@ def test_random_plans(seed: int) -> None:
     plan = _plan(
         cell, one_of([1, 7, 8, 33, 64, 70]), precision,
         directions=one_of([1, 2]), units=one_of([8, 16]), tiles=one_of([1, 2, 4]),
-        columns=4 if precision is SPLIT else one_of([4, 8]),
+        columns=4 if precision is SPLIT else one_of([4, 8, 16]),
         forward_warps=one_of([8, 16]), backward_warps=one_of([8, 16]),
         wide_rest=one_of([True, False]),
     )  # fmt: skip

@@ -75,8 +75,8 @@ std::optional<std::tuple<int64_t, int, size_t, std::string>> read_runs(
 }
 
 // Returns an errno, or 0, and the hashes back to back.
-std::pair<int, std::string> write_views(int descriptor, int direct, bool early, int64_t offset,
-                                  const nb::list &buffers) {
+std::pair<int, std::string> write_views(int descriptor, int direct, bool early, bool in_memory,
+                                        int64_t offset, const nb::list &buffers) {
   if (offset < 0) throw std::invalid_argument("the offset is negative");
   const Buffers memory(buffers, PyBUF_SIMPLE);
   std::vector<checkpoint::View> views;
@@ -86,7 +86,7 @@ std::pair<int, std::string> write_views(int descriptor, int direct, bool early, 
   int code;
   {
     nb::gil_scoped_release unlocked;
-    code = checkpoint::Writer(descriptor, direct, early).write(views, offset, hashes);
+    code = checkpoint::Writer(descriptor, direct, early, in_memory).write(views, offset, hashes);
   }
   return {code, hashes};
 }
@@ -120,7 +120,7 @@ NB_MODULE(_transfer, module) {
              "Returns None, or of the first failure: which buffer; errno, ENDED, or 0 where a hash "
              "differs; which chunk of it; its hash.");
   module.def("write", &write_views, nb::arg("descriptor"), nb::arg("direct"), nb::arg("early"),
-             nb::arg("offset"), nb::arg("buffers"),
+             nb::arg("in_memory"), nb::arg("offset"), nb::arg("buffers"),
              "Write buffers back to back; returns an errno or 0, and the buffers' hashes.");
   module.def("is_in_memory", &checkpoint::is_in_memory, nb::arg("descriptor"),
              "Whether a file is on tmpfs or ramfs.");
@@ -128,6 +128,15 @@ NB_MODULE(_transfer, module) {
              "Ask for a file's blocks; returns an errno or 0.");
   module.def("hash_way", [] { return checkpoint::best_way().name; },
              "The instruction set that hashes.");
+  module.def("force_huge_pages",
+             [](std::optional<bool> huge) {
+               using checkpoint::Choice;
+               checkpoint::choice.force(!huge ? Choice::kFree
+                                              : *huge ? Choice::kHuge : Choice::kSmall);
+             },
+             nb::arg("huge").none(),
+             "For tests: write files in memory always by huge pages where that can be, or never; "
+             "None: as is quicker.");
   module.def("set_probe", &set_probe, nb::arg("call").none(),
              "For tests: call this before and after each system call that changes a file.");
 }

@@ -4,11 +4,16 @@
 #include <string>
 
 #include "calls.hpp"
+#include "choice.hpp"
 #include "hash.hpp"
+#include "huge.hpp"
 
 namespace checkpoint {
 
 constexpr size_t kWritePiece = 1 << 20;   // of one call
+constexpr size_t kCopyPiece = 64 << 10;   // to a mapping
+// What is tried of huge pages: two of them, wherever it begins.
+constexpr int64_t kTrial = 3 * HugePages::kSize;
 constexpr size_t kEarly = 4 << 20;        // written, before the disk is told to begin
 constexpr uintptr_t kDirectUnit = 4096;   // what direct I/O asks of places and lengths, at most
 
@@ -21,11 +26,13 @@ class Writer {
  public:
   // `early`: the disk begins with each part as soon as it is written, in place of at the flush.
   // `direct`: a descriptor of the same file that goes past the page cache, or -1.
-  Writer(int descriptor, int direct, bool early)
-      : descriptor_(descriptor), direct_(direct), early_(early) {}
+  // `in_memory`: the file is on tmpfs; the descriptor is for reading too.
+  Writer(int descriptor, int direct, bool early, bool in_memory)
+      : descriptor_(descriptor), direct_(direct), early_(early), in_memory_(in_memory) {}
 
   // Writes views back to back and appends the hash of each; returns 0 or an errno.
   int write(const std::vector<View> &views, int64_t offset, std::string &hashes) {
+    if (in_memory_) return write_in_memory(views, offset, hashes);
     const size_t body = direct_ < 0 ? 0 : direct_size(views, offset);
     if (!body) return write_cached(views, offset, hashes);
     for (const View &view : views) {
@@ -61,6 +68,56 @@ class Writer {
       total += view.size;
     }
     return total / kDirectUnit * kDirectUnit;
+  }
+
+  int write_in_memory(const std::vector<View> &views, int64_t offset, std::string &hashes) {
+    int64_t end = offset;
+    for (const View &view : views) end += static_cast<int64_t>(view.size);
+    if (end - offset < kTrial) return write_cached(views, offset, hashes);
+    bool trial = false;
+    const Choice::Way way = choice.next(trial);
+    const Stopwatch watch;
+    if (way == Choice::kHuge) {
+      HugePages pages(descriptor_, offset, trial ? std::min(end, offset + kTrial) : end);
+      const size_t size = static_cast<size_t>(pages.end() - pages.begin());
+      if (size) return write_mapped(views, offset, hashes, pages, watch);
+      choice.cannot(way);
+    }
+    const int code = write_cached(views, offset, hashes);
+    choice.took(Choice::kSmall, watch.seconds(), static_cast<size_t>(end - offset));
+    return code;
+  }
+
+  int write_mapped(const std::vector<View> &views, int64_t offset, std::string &hashes,
+                   HugePages &pages, const Stopwatch &watch) {
+    double beside = 0;  // seconds for what is not mapped
+    at_boundary();
+    for (const View &view : views) {
+      hash_.reset();
+      for (size_t at = 0; at < view.size;) {
+        const bool mapped = pages.begin() <= offset && offset < pages.end();
+        size_t piece = std::min(view.size - at, mapped ? kCopyPiece : kWritePiece);
+        for (const int64_t border : {pages.begin(), pages.end()})
+          if (offset < border) piece = std::min(piece, static_cast<size_t>(border - offset));
+        if (mapped) {
+          hash_.update(view.data + at, piece);
+          pages.write(offset, view.data + at, piece);
+        } else {
+          const Stopwatch part;
+          hash_.update(view.data + at, piece);
+          iovec rest{const_cast<char *>(view.data) + at, piece};
+          if (const int code = write_all(descriptor_, &rest, 1, offset)) return code;
+          beside += part.seconds();
+        }
+        at += piece;
+        offset += static_cast<int64_t>(piece);
+      }
+      add(hashes);
+    }
+    at_boundary();
+    choice.took(Choice::kHuge, watch.seconds() - beside,
+                static_cast<size_t>(pages.end() - pages.begin()));
+    return 0;
   }
 
   int write_cached(const std::vector<View> &views, int64_t offset, std::string &hashes) {
@@ -110,7 +167,7 @@ class Writer {
   }
 
   const int descriptor_, direct_;
-  const bool early_;
+  const bool early_, in_memory_;
   Hash hash_;
 };
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from hfai.checkpoint.storage.remote import Store
+
+# Schemes of file systems that replace a name in one step, and write a file in many. Object stores
+# have a new object in one step; of other file systems that is not known.
+_RENAMING = ("file", "local", "sftp", "ssh")
 
 
 class FileSystem(Store):
@@ -28,11 +33,22 @@ class FileSystem(Store):
                 f"{scheme}:// needs fsspec ({error}): pip install 'hfai[storage]'"
             ) from error
         self._fs: Any = fsspec.filesystem(scheme)
+        self._renames = scheme in _RENAMING
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object in one step."""
+        """Write an object, in one step where the file system can."""
         self._make_parent(name)
-        self._fs.pipe_file(name, data)
+        if not self._renames:
+            self._fs.pipe_file(name, data)
+            return
+        part = f"{name}.{secrets.token_hex(4)}.part"
+        try:
+            self._fs.pipe_file(part, data)
+            self._fs.mv(part, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._fs.rm_file(part)
+            raise
 
     def get(self, name: str) -> bytes:
         """Return an object."""
@@ -70,6 +86,7 @@ class FileSystem(Store):
         return _Written(self._fs, name)
 
     def _make_parent(self, name: str) -> None:
+        # What has no directories need not have the call; the write itself shows what is wrong.
         with contextlib.suppress(NotImplementedError):
             self._fs.makedirs(name.rpartition("/")[0], exist_ok=True)
 
@@ -86,7 +103,10 @@ class _Written:
         self._file.close()
 
     def abandon(self) -> None:
-        if hasattr(self._file, "discard"):
+        # An upload is broken off so; a local file cannot be and says it by a RuntimeError.
+        with contextlib.suppress(AttributeError, RuntimeError):
             self._file.discard()
-        self._file.close()
-        self._fs.rm_file(self._name)
+        with contextlib.suppress(OSError):  # what it still has to write may be what has failed
+            self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._name)

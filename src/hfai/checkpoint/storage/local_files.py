@@ -5,6 +5,7 @@ while it is in the cache for its copy. Where it was not built, Python makes the 
 
 - A file that is not in memory has its blocks reserved first, so that a full disk says so at once,
   and the disk begins with each part as soon as it is written, in place of at the flush.
+- A file in memory (tmpfs) is made of huge pages where the kernel has that (native/huge.hpp).
 - `direct` writes go past the page cache (O_DIRECT) where their memory and place allow that.
 - Reads come from the page cache: it is what makes a load right after a save fast, and from a disk
   the kernel's read-ahead is no slower than direct reads.
@@ -44,9 +45,10 @@ class LocalSink(Sink):
     def __init__(self, path: Path, size: int = 0, direct: bool = False) -> None:
         self._path = path
         self._direct, self._early = -1, False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
-        if native is None or size < _LEAST_RESERVED or native.is_in_memory(self._descriptor):
+        self._in_memory = native is not None and native.is_in_memory(self._descriptor)
+        if native is None or size < _LEAST_RESERVED or self._in_memory:
             return
         try:
             self._raise(native.reserve(self._descriptor, size))
@@ -71,7 +73,7 @@ class LocalSink(Sink):
         if native is None:
             return super().write_hashed(offset, views)
         code, hashes = native.write(
-            self._descriptor, self._direct, self._early, offset, list(views)
+            self._descriptor, self._direct, self._early, self._in_memory, offset, list(views)
         )
         self._raise(code)
         return [hashes[at : at + _HASH] for at in range(0, len(hashes), _HASH)]

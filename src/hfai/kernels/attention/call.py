@@ -109,9 +109,10 @@ def why_no_plan(
     differentiable: bool,
 ) -> str | None:
     """Say why shapes do not fit a device, or None where they do."""
-    if plan.choose_forward(head_dim, dtype, rows, keys, limits) is None:
+    sizes = (head_dim, dtype, rows, keys, limits, is_split(dtype))
+    if plan.choose_forward(*sizes) is None:
         which = "forward"
-    elif differentiable and plan.choose_backward(head_dim, dtype, rows, keys, limits) is None:
+    elif differentiable and plan.choose_backward(*sizes) is None:
         which = "backward"
     else:
         return None
@@ -132,8 +133,6 @@ def _why_not_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
             return f"q is on {q.device} and k or v on {tensor.device}"
     if q.dtype not in DTYPES:
         return f"{q.dtype} is not among fp32, fp16 and bf16"
-    if is_split(q.dtype):
-        return "fp32 without TF32: our three-part products have not been measured on a GPU yet"
     return None
 
 

@@ -1,5 +1,7 @@
 """How attention is laid out on Hopper for half precision, where whole warpgroups multiply.
 
+fp32 with TF32 allowed is multiplied as scaled fp16 (scaled.cuh), laid out in the same way.
+
 The kernels are hopper_forward.cu, hopper_backward.cu and hopper_weights.cu. Their warps hold sums
 only: operands are read from shared memory by the tensor cores themselves. A multiprocessor's
 registers and shared memory take four warpgroups at a time, of one, two or four heads.
@@ -26,6 +28,8 @@ PASS_ROWS = 32
 """Rows whose scores backward has in registers: with 64 the compiler finds no room for products
 that run beside anything."""
 RESERVED_BYTES = 1024
+MAXIMA = 3
+"""Numbers of each warp in forward's shared memory, from which fp32's scales come."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class HopperForwardPlan:
     """Blocks of a multiprocessor that the compiler leaves registers for."""
     parts: int = 1
     """Blocks that share the rows of a head."""
+    scaled: bool = False
+    """Whether memory holds fp32."""
 
     @property
     def threads(self) -> int:
@@ -54,7 +60,8 @@ class HopperForwardPlan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         keys = self.chunk * self.chunks
-        return 2 * keys * 128 + self.row_tiles * TILE_BYTES + 4 * keys
+        maxima = 16 * MAXIMA * self.groups * self.scaled
+        return 2 * keys * 128 + self.row_tiles * TILE_BYTES + 4 * keys + maxima
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
@@ -83,8 +90,13 @@ class HopperBackwardPlan:
     """Whether the last tile's dS lies over the first tiles of q and dout."""
     min_blocks: int
     """Blocks of a multiprocessor that the compiler leaves registers for."""
-    needs_out: bool = True
-    """Whether the kernel reads forward's output."""
+    scaled: bool = False
+    """Whether memory holds fp32."""
+
+    @property
+    def needs_out(self) -> bool:
+        """Whether the kernel reads forward's output."""
+        return self.groups > 1
 
     @property
     def key_block(self) -> int:
@@ -106,7 +118,9 @@ class HopperBackwardPlan:
         """Dynamic shared memory of a block."""
         heads = 2 * (self.groups + self.row_tiles) * TILE_BYTES
         dscores = (self.row_tiles - self.overlaid) * self.groups * TILE_BYTES
-        return heads + dscores + 4 * TILE * (2 * self.row_tiles + self.groups)
+        rows = TILE * self.row_tiles
+        delta = rows if self.needs_out else 2 * 4 * self.pass_rows
+        return heads + dscores + 4 * (delta + (1 + self.scaled) * rows)
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
@@ -127,17 +141,21 @@ class HopperWeightsPlan:
     head: int
     groups: int
     """Warpgroups of a block."""
-    chunks: int
-    """Chunks of 64 keys, of a warpgroup."""
+    tile: int
+    """Keys whose scores are in registers at a time."""
+    tiles: int
+    """Of a warpgroup."""
     min_blocks: int
     """Blocks of a multiprocessor that the compiler leaves registers for."""
     rows: int = TILE
     """Rows that a block takes."""
+    scaled: bool = False
+    """Whether memory holds fp32."""
 
     @property
     def chunk(self) -> int:
         """Keys that a block takes."""
-        return TILE * self.chunks * self.groups
+        return self.tile * self.tiles * self.groups
 
     @property
     def threads(self) -> int:
@@ -147,14 +165,16 @@ class HopperWeightsPlan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return 2 * (self.rows + self.chunk) * 128 + 4 * self.chunk
+        maxima = 16 * 2 * self.groups * self.scaled
+        return (2 - self.scaled) * (self.rows + self.chunk) * 128 + 4 * self.chunk + maxima
 
     def constants(self) -> dict[str, int | bool]:
         """Return what the source takes by these names."""
         return {
             "HEAD": self.head,
             "GROUPS": self.groups,
-            "CHUNKS": self.chunks,
+            "CHUNK": self.tile,
+            "CHUNKS": self.tiles,
             "MIN_BLOCKS": self.min_blocks,
         }
 
@@ -163,34 +183,46 @@ def covers(head: int, dtype: torch.dtype, keys: int, limits: DeviceLimits) -> bo
     """Return whether these kernels are the ones for a device and shapes within `plan`'s limits."""
     return (
         limits.architecture == "sm_90"
-        and dtype.itemsize == 2
         and TILE // 2 < head <= TILE
-        and keys > TILE  # fewer are bound by memory either way, and backward need not read out
+        # Of fewer half types are bound by memory either way, and backward need not read out.
+        and keys > (TILE if dtype.itemsize == 2 else TILE // 2)
     )
 
 
-def choose_forward(head: int, rows: int, keys: int, limits: DeviceLimits) -> HopperForwardPlan:
+def choose_forward(
+    head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
+) -> HopperForwardPlan:
     """Return forward's plan for what `covers` returned True for."""
     row_tiles = -(-rows // TILE)
     chunks = -(-keys // MOST_CHUNK)
     chunk = -(-keys // (chunks * 16)) * 16
     # Of few rows four blocks load and multiply in turns: 0.146 ms in place of 0.188 at 128.
     groups = 1 if row_tiles <= 2 else 2
-    plan = HopperForwardPlan(head, groups, row_tiles, chunk, chunks, 1)
+    scaled = dtype.itemsize == 4
+    plan = HopperForwardPlan(head, groups, row_tiles, chunk, chunks, 1, scaled=scaled)
     return replace(plan, min_blocks=_blocks(plan, limits))
 
 
-def choose_backward(head: int, rows: int, keys: int, limits: DeviceLimits) -> HopperBackwardPlan:
+def choose_backward(
+    head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
+) -> HopperBackwardPlan:
     """Return backward's plan for what `covers` returned True for."""
-    plan = HopperBackwardPlan(head, -(-keys // TILE), -(-rows // TILE), PASS_ROWS, False, 1)
+    groups, row_tiles, scaled = -(-keys // TILE), -(-rows // TILE), dtype.itemsize == 4
+    plan = HopperBackwardPlan(head, groups, row_tiles, PASS_ROWS, False, 1, scaled=scaled)
     if plan.shared_bytes > limits.shared_bytes_per_block:
         plan = replace(plan, overlaid=True)
     return replace(plan, min_blocks=_blocks(plan, limits))
 
 
-def choose_weights(head: int, keys: int, limits: DeviceLimits) -> HopperWeightsPlan:
+def choose_weights(
+    head: int, dtype: torch.dtype, keys: int, limits: DeviceLimits
+) -> HopperWeightsPlan:
     """Return the plan of averaged weights for what `covers` returned True for."""
-    plan = HopperWeightsPlan(head, 1 if keys <= 2 * TILE else 2, 2, 1)
+    if dtype.itemsize == 4:  # the next head's rows are in registers: more threads have fewer each
+        groups, tile = (2, 32) if keys <= TILE else (2, 64) if keys <= 2 * TILE else (4, 64)
+        plan = HopperWeightsPlan(head, groups, tile, 1, 1, scaled=True)
+    else:
+        plan = HopperWeightsPlan(head, 1 if keys <= 2 * TILE else 2, 64, 2, 1)
     return replace(plan, min_blocks=_blocks(plan, limits))
 
 

@@ -1,4 +1,5 @@
-// What backward.cu computes, by warpgroups' products: for half precision on Hopper.
+// What backward.cu computes, by warpgroups' products: for half precision, and fp32 as scaled.cuh has it,
+// on Hopper.
 //
 // A block takes one head of one batch: all of k, v, q and dout go to shared memory, the first tile of
 // rows with k and v before the others. A warpgroup owns 64 keys, whose dk and dv stay in registers,
@@ -20,18 +21,24 @@ constexpr int TILES = PASS_ROWS / 8;
 constexpr int PASSES = TILE_ROWS / PASS_ROWS;  // of a tile of rows
 constexpr int PIECES = TILE_ROWS * 8;       // of 16 bytes, of a tile of rows
 constexpr int ROWS_BYTES = 2 * TILE_BYTES;  // of a tile of q and one of dout
+// Where one warpgroup has all keys, delta comes from P and dP themselves, and out is not read.
+constexpr bool READS_OUT = GROUPS > 1;
+static_assert(READS_OUT || SCALED, "of half precision, so few keys are backward.cu's");
 static_assert(TILE_ROWS % PASS_ROWS == 0 && PASS_ROWS % 16 == 0, "whole passes");
 // Of dS^T in shared memory; `out` lies in those that nothing is written to before all rows are there.
 constexpr int DSCORE_TILES = ROW_TILES - (OVERLAID ? 1 : 0);
 constexpr int OUT_TILE = ROW_TILES > 1 ? 1 : 0;
-static_assert((DSCORE_TILES - OUT_TILE) * GROUPS >= ROW_TILES, "room for out");
+static_assert(SCALED || (DSCORE_TILES - OUT_TILE) * GROUPS >= ROW_TILES, "room for out");
 static_assert(!OVERLAID || GROUPS <= 2 * (ROW_TILES - 1), "tiles enough to lie over");
 
-extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, the key mask
+extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, scales
 
-// As Masks::apply, where the sums' rows are keys and their columns rows.
+// As Masks::apply, where the sums' rows are keys and their columns rows; `key_added` is the key mask's
+// part of this thread's two keys, `factor` what a column's products are multiplied by.
+template <class Factor>
 __device__ __forceinline__ void apply_transposed(const Masks& masks, float (&score)[TILES][4],
-                                                 int key, int row) {
+                                                 int key, int row, const float (&key_added)[2],
+                                                 Factor factor) {
   if constexpr (HAS_ADDITION || CAUSAL || RAGGED) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -43,8 +50,8 @@ __device__ __forceinline__ void apply_transposed(const Masks& masks, float (&sco
           if constexpr (MASK != NO_MASK)
             if (r < masks.rows && k < masks.keys)
               added = to_base_2(addition<MASK>(masks.mask, r * masks.mask_row + k));
-          if constexpr (KEY_MASK != NO_MASK) added += masks.key_added[k];
-          score[t][i] = __fmaf_rn(score[t][i], masks.factor, added);
+          if constexpr (KEY_MASK != NO_MASK) added += key_added[i / 2];
+          score[t][i] = __fmaf_rn(score[t][i], factor(t, i % 2), added);
         }
         if ((RAGGED && KEY_MASK == NO_MASK && k >= masks.keys) || (CAUSAL && k > r))
           score[t][i] = -INFINITE;
@@ -70,6 +77,38 @@ __device__ __forceinline__ void sum_products(float* delta, const char* out, cons
   }
 }
 
+// Sums of P dP over all keys: each warp leaves those of its own in slots [4][PASS_ROWS], and behind the
+// barrier, of which there is one a pass for slots in turn, each thread adds up those of two rows.
+__device__ __forceinline__ void leave_sums_over_keys(float* slots, const Kept<TILES>& probability,
+                                                     const float (&dprobability)[TILES][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+    float part[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      part[i] = probability.element(t, i) * dprobability[t][i];
+      part[i] = __fmaf_rn(probability.element(t, i + 2), dprobability[t][i + 2], part[i]);
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2)
+        part[i] += __shfl_xor_sync(0xffffffffu, part[i], offset);
+    }
+    if (lane < 4)
+      *reinterpret_cast<float2*>(slots + warp * PASS_ROWS + t * 8 + lane * 2) =
+          make_float2(part[0], part[1]);
+  }
+  __syncthreads();
+}
+__device__ __forceinline__ float2 sum_over_keys(const float* slots) {
+  float2 sum = *reinterpret_cast<const float2*>(slots);
+#pragma unroll
+  for (int warp = 1; warp < 4; ++warp) {
+    const float2 part = *reinterpret_cast<const float2*>(slots + warp * PASS_ROWS);
+    sum.x += part.x, sum.y += part.y;
+  }
+  return sum;
+}
+
 // The warp's part of a tile of dS^T, from a column on, as the left operand by columns of dq reads it.
 __device__ __forceinline__ void store_transposed(char* tile, int column,
                                                  const Kept<TILES>& dscore) {
@@ -83,18 +122,19 @@ __device__ __forceinline__ void store_transposed(char* tile, int column,
           dscore.word[t][h];
 }
 
-__device__ __forceinline__ void store_scaled(T* target, i64 stride, int rows, float factor,
+__device__ __forceinline__ void store_scaled(IO* target, i64 stride, int rows,
+                                             const float (&factor)[2],  // of both rows of a thread
                                              float (&sum)[COLUMNS / 8][4]) {
 #pragma unroll
   for (int t = 0; t < COLUMNS / 8; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[t][i] *= factor;
+    for (int i = 0; i < 4; ++i) sum[t][i] *= factor[i / 2];
   store_result(target, stride, rows, HEAD, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention_backward(
-    const T* q, const T* k, const T* v, const T* out, const T* dout, const float* lse,
-    const void* mask, const void* key_mask, T* dq, T* dk, T* dv, i64 q_batch, i64 q_row, i64 q_head,
+    const IO* q, const IO* k, const IO* v, const IO* out, const IO* dout, const float* lse,
+    const void* mask, const void* key_mask, IO* dq, IO* dk, IO* dv, i64 q_batch, i64 q_row, i64 q_head,
     i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row, i64 v_head, i64 out_batch,
     i64 out_row, i64 out_head, i64 dout_batch, i64 dout_row, i64 dout_head, i64 dq_batch,
     i64 dq_row, i64 dq_head, i64 dk_batch, i64 dk_row, i64 dk_head, i64 dv_batch, i64 dv_row,
@@ -117,10 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   char* const dscores = all_rows + ROW_TILES * ROWS_BYTES;
   float* const lse_2 = reinterpret_cast<float*>(dscores + DSCORE_TILES * GROUPS * TILE_BYTES);
   float* const delta = lse_2 + ROWS;
-  float* const key_added = delta + ROWS;
-  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
-                       rows, keys, factor};
-  const float to_exponent = masks.exponent_factor();
+  float* const row_scale = delta + (READS_OUT ? ROWS : 2 * 4 * PASS_ROWS);  // where SCALED
   const auto dscores_of = [&](int tile) {
     return OVERLAID && tile + 1 == ROW_TILES ? all_rows : dscores + tile * GROUPS * TILE_BYTES;
   };
@@ -142,27 +179,93 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     const int row = i * THREADS + threadIdx.x;
     own_lse[i] = row < rows ? first_of_sum(lse + row) : INFINITE;  // no probability beyond the last
   }
-  copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
-  copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
-  copy_tile(0);
-  copy_async_commit();
+  float score_factor = factor, dquery_factor = scale, dkey_factor = scale, dvalue_factor = 1.0f;
+  float shift = 0.0f, to_dscore = 1.0f;
+  if constexpr (SCALED) {
+    constexpr int WARPS = THREADS / 32;
+    float* const largest = reinterpret_cast<float*>(dscores);  // which nothing is in yet
+    prefetch_rows<THREADS>(v, v_row, keys);
+    prefetch_rows<THREADS>(q, q_row, rows);
+    if (READS_OUT) prefetch_rows<THREADS>(out, out_row, rows);
+    HeldRows<KEYS, THREADS> some_keys, some_values;
+    HeldRows<ROWS, THREADS> some_dout, some_rows, some_out;
+    some_dout.load(dout, dout_row, rows);
+    some_keys.load(k, k_row, keys);
+    float largest_lse = 0.0f;
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) {
+      const float size = fabsf(own_lse[i]);
+      largest_lse = fmaxf(largest_lse, size < INFINITE ? size : 0.0f);
+    }
+    leave_largest<THREADS>(largest, some_dout.largest());
+    leave_largest<THREADS>(largest + WARPS, some_keys.largest());
+    leave_largest<THREADS>(largest + 2 * WARPS, largest_lse);
+    some_values.load(v, v_row, keys);
+    __syncthreads();
+    const Scale of_dout = scale_for(read_largest<THREADS>(largest));
+    const Scale of_keys = scale_for(read_largest<THREADS>(largest + WARPS));
+    // All probabilities of a head alike; where numbers are added, the sum's second part is shifted.
+    if (SUM_APART || read_largest<THREADS>(largest + 2 * WARPS) < MOST_SHIFTED)
+      shift = PROBABILITY_SHIFT;
+    some_dout.store<ROWS_BYTES>(all_rows + TILE_BYTES, of_dout.to);
+    some_keys.store(all_keys, of_keys.to);
+    float row_share[HeldRows<ROWS, THREADS>::COUNT];
+    some_dout.shares(row_share, of_dout.to);
+    some_rows.load(q, q_row, rows);
+    if (READS_OUT) some_out.load(out, out_row, rows);
+    leave_largest<THREADS>(largest + 3 * WARPS, some_values.largest());
+    some_rows.multiply(row_share);
+    leave_largest<THREADS>(largest + 4 * WARPS, some_rows.largest());
+    __syncthreads();
+    const Scale of_values = scale_for(read_largest<THREADS>(largest + 3 * WARPS));
+    const Scale of_rows = scale_for(read_largest<THREADS>(largest + 4 * WARPS));
+    some_values.store(all_values, of_values.to);
+    some_rows.store<ROWS_BYTES>(all_rows, of_rows.to);
+    // Of dP, a product of 64 columns, and delta no more than 2^36 is possible, of dS that fp16 has.
+    to_dscore = shift > 0.0f ? 0x1p-36f : 0x1p-22f;
+    if (READS_OUT)
+      some_out.sum_products<ROWS_BYTES>(delta, row_scale, all_rows + TILE_BYTES, row_share,
+                                        of_values.to, to_dscore);
+    else
+      some_rows.leave_scales(row_scale, row_share, to_dscore);
+    const float dscore_back = of_dout.back * of_values.back * 0x1p22f;
+    score_factor = score_bounded(factor * of_rows.back * of_keys.back) * (shift > 0.0f ? 0x1p36f : 0x1p22f);
+    dquery_factor = bounded(scale * of_keys.back * dscore_back);
+    dkey_factor = bounded(scale * of_rows.back * dscore_back);
+    dvalue_factor = of_dout.back * (shift > 0.0f ? 0x1p-14f : 1.0f);
+  } else {
+    copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
+    copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
+    copy_tile(0);
+    copy_async_commit();
 #pragma unroll 1
-  for (int tile = 1; tile < ROW_TILES; ++tile) copy_tile(tile);
-  copy_async_commit();
-  read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
-                               key_mask_key, keys);
+    for (int tile = 1; tile < ROW_TILES; ++tile) copy_tile(tile);
+    copy_async_commit();
+  }
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i)
-    if (i * THREADS + threadIdx.x < ROWS) lse_2[i * THREADS + threadIdx.x] = own_lse[i];
-  copy_async_wait<1>();
-  sum_products(delta, all_out, all_rows + TILE_BYTES);
+    if (i * THREADS + threadIdx.x < ROWS)
+      lse_2[i * THREADS + threadIdx.x] = own_lse[i] - (SUM_APART ? 0.0f : shift);
+  if constexpr (!SCALED) {
+    copy_async_wait<1>();
+    sum_products(delta, all_out, all_rows + TILE_BYTES);
+  }
+  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, nullptr,
+                       rows, keys, score_factor};
   fence_written_operands();
   __syncthreads();
 
   const u32 key_operand = describe(all_keys + group * TILE_BYTES);
   const u32 value_operand = describe(all_values + group * TILE_BYTES);
   const u32 rows_operand = describe(all_rows);
+  const float unshift = shift > 0.0f ? 0x1p-14f : 1.0f;
   const int own_key = group * TILE_ROWS + warp * 16 + lane / 4;
+  float key_added[2] = {};
+  if constexpr (KEY_MASK != NO_MASK)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      key_added[h] = key_addition(key_mask_of(key_mask, batch * key_mask_batch), key_mask_key,
+                                  own_key + 8 * h, keys);
   float dkey[1][COLUMNS / 8][4], dvalue[1][COLUMNS / 8][4], sum[1][TILES][4];
   Kept<TILES> probability, dscore;
   set_zero(dkey);
@@ -170,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
 
 #pragma unroll 1
   for (int pass = 0; pass < ROW_TILES * PASSES; ++pass) {
-    if (pass == PASSES) {  // the other tiles have come
+    if (!SCALED && pass == PASSES) {  // the other tiles have come
       copy_async_wait<0>();
 #pragma unroll
       for (int later = 1; later < ROW_TILES; ++later)
@@ -195,18 +298,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     hold(sum[0]);
     hold(dkey[0]);
 
-    apply_transposed(masks, sum[0], own_key, first);
+    const auto of_rows = [&](const float* numbers, int t) {
+      return *reinterpret_cast<const float2*>(numbers + first + t * 8);
+    };
+    const auto row_factor = [&](int t, int column) {
+      if constexpr (!SCALED) return score_factor;
+      const float2 two = of_rows(row_scale, t);
+      return score_factor * (column == 0 ? two.x : two.y);
+    };
+    apply_transposed(masks, sum[0], own_key, first, key_added, row_factor);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const float2 offset = *reinterpret_cast<const float2*>(lse_2 + first + t * 8);
+      const float2 offset = of_rows(lse_2, t);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        sum[0][t][i] = __fmaf_rn(sum[0][t][i], to_exponent, -(i % 2 == 0 ? offset.x : offset.y));
+        sum[0][t][i] = __fmaf_rn(sum[0][t][i], HAS_ADDITION ? 1.0f : row_factor(t, i % 2),
+                                 -(i % 2 == 0 ? offset.x : offset.y));
       if constexpr (SUM_APART)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (first + t * 8 + i % 2 < rows)
-            sum[0][t][i] -= second_of_sum(lse + first + t * 8 + i % 2, pairs_rows);
+            sum[0][t][i] -= second_of_sum(lse + first + t * 8 + i % 2, pairs_rows) - shift;
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[0][t][i] = exp2_approximate(sum[0][t][i]);
     }
@@ -221,13 +333,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     wait_products<1>();
     hold(sum[0]);
 
+    float* const slots = delta + pass % 2 * (4 * PASS_ROWS);
+    if constexpr (!READS_OUT) leave_sums_over_keys(slots, probability, sum[0]);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      const float2 of_rows = *reinterpret_cast<const float2*>(delta + first + t * 8);
+      const float2 scales = SCALED ? of_rows(row_scale, t) : make_float2(1.0f, 1.0f);
+      float2 of_delta;
+      if constexpr (READS_OUT) {
+        of_delta = of_rows(delta, t);
+      } else {
+        of_delta = sum_over_keys(slots + lane % 4 * 2 + t * 8);
+        of_delta.x *= scales.x * unshift, of_delta.y *= scales.y * unshift;
+      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        sum[0][t][i] =
-            probability.element(t, i) * (sum[0][t][i] - (i % 2 == 0 ? of_rows.x : of_rows.y));
+      for (int i = 0; i < 4; ++i) {
+        const float own_delta = i % 2 == 0 ? of_delta.x : of_delta.y;
+        const float own_scale = SCALED ? i % 2 == 0 ? scales.x : scales.y : 1.0f;
+        const float difference = __fmaf_rn(sum[0][t][i], own_scale, -own_delta);
+        sum[0][t][i] = probability.element(t, i) * difference;
+      }
     }
     dscore.take(sum[0]);
     store_transposed(dscores_of(tile) + group * TILE_BYTES, pass_row % TILE_ROWS, dscore);
@@ -259,15 +383,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   if (tile < ROW_TILES) start_dq(tile);
   const int first_key = group * TILE_ROWS + warp * 16;
   store_scaled(dk + batch * dk_batch + head * dk_head + first_key * dk_row, dk_row, keys - first_key,
-               scale, dkey[0]);
+               {dkey_factor, dkey_factor}, dkey[0]);
   store_scaled(dv + batch * dv_batch + head * dv_head + first_key * dv_row, dv_row, keys - first_key,
-               1.0f, dvalue[0]);
+               {dvalue_factor, dvalue_factor}, dvalue[0]);
   dq += batch * dq_batch + head * dq_head;
   while (tile < ROW_TILES) {
     wait_products<0>();
     hold(dquery[0]);
     const int row = tile * TILE_ROWS + warp * 16;
-    store_scaled(dq + row * dq_row, dq_row, rows - row, scale, dquery[0]);
+    float row_factors[2] = {dquery_factor, dquery_factor};
+    if constexpr (SCALED)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        row_factors[h] *= __fdividef(to_dscore, row_scale[row + lane / 4 + 8 * h]);  // the row's share
+    store_scaled(dq + row * dq_row, dq_row, rows - row, row_factors, dquery[0]);
     tile += GROUPS;
     if (tile < ROW_TILES) start_dq(tile);
   }

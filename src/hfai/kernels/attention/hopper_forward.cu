@@ -1,4 +1,5 @@
-// What forward.cu computes, by warpgroups' products: for half precision on Hopper.
+// What forward.cu computes, by warpgroups' products: for half precision, and fp32 as scaled.cuh has it,
+// on Hopper.
 //
 // A block takes one head of one batch, all of whose q, k and v go to shared memory once. Each of
 // GROUPS warpgroups takes every GROUPS-th tile of 64 rows; scores of CHUNK keys at a time are in
@@ -13,10 +14,10 @@ constexpr int ROUNDS = ceil_div(ROW_TILES, GROUPS);
 static_assert(CHUNK % 16 == 0 && CHUNK <= 128, "one product has at most 128 keys here");
 static_assert(GROUPS <= ROW_TILES, "every warpgroup has a tile");
 
-extern __shared__ __align__(1024) float shared[];  // keys, values, rows of q, the key mask
+extern __shared__ __align__(1024) float shared[];  // keys, values, rows of q, the key mask, maxima
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention_forward(
-    const T* q, const T* k, const T* v, T* out, float* lse, const void* mask, const void* key_mask,
+    const IO* q, const IO* k, const IO* v, IO* out, float* lse, const void* mask, const void* key_mask,
     i64 q_batch, i64 q_row, i64 q_head, i64 k_batch, i64 k_row, i64 k_head, i64 v_batch, i64 v_row,
     i64 v_head, i64 out_batch, i64 out_row, i64 out_head, i64 mask_batch, i64 mask_head,
     i64 mask_row, i64 key_mask_batch, i64 key_mask_key, i64 heads, i64 rows_, i64 keys_, i64 parts,
@@ -36,24 +37,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
   char* const all_values = all_keys + KEYS * SWIZZLED_ROW_BYTES;
   char* const queries = all_values + KEYS * SWIZZLED_ROW_BYTES;
   float* const key_added = reinterpret_cast<float*>(queries + ROW_TILES * TILE_BYTES);
-  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
-                       rows, keys, factor};
-  const float to_exponent = masks.exponent_factor();
-
-  copy_swizzled<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, threadIdx.x);
-  copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
-  copy_async_commit();
-  copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
-  copy_async_commit();
+  float score_factor = factor, value_back = 1.0f;
+  if constexpr (SCALED) {
+    float* const largest = key_added + KEYS;
+    prefetch_rows<THREADS>(k, k_row, keys);
+    prefetch_rows<THREADS>(v, v_row, keys);
+    const float query_back =
+        bring_rows<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, largest);
+    const float key_back =
+        bring_rows<KEYS, THREADS>(all_keys, k, k_row, keys, largest + THREADS / 32);
+    value_back = bring_rows<KEYS, THREADS>(all_values, v, v_row, keys, largest + 2 * (THREADS / 32));
+    score_factor = score_bounded(factor * query_back * key_back);
+  } else {
+    copy_swizzled<ROW_TILES * TILE_ROWS, THREADS>(queries, q, q_row, rows, threadIdx.x);
+    copy_swizzled<KEYS, THREADS>(all_keys, k, k_row, keys, threadIdx.x);
+    copy_async_commit();
+    copy_swizzled<KEYS, THREADS>(all_values, v, v_row, keys, threadIdx.x);
+    copy_async_commit();
+  }
   read_key_mask<KEYS, THREADS>(key_added, key_mask_of(key_mask, batch * key_mask_batch),
                                key_mask_key, keys);
-  copy_async_wait<1>();
+  if constexpr (!SCALED) copy_async_wait<1>();
+  const Masks masks = {mask_of(mask, batch * mask_batch + head * mask_head), mask_row, key_added,
+                       rows, keys, score_factor};
+  const float to_exponent = masks.exponent_factor();
   fence_written_operands();
   __syncthreads();
 
   const u32 key_operand = describe(all_keys), value_operand = describe(all_values);
   const u32 query_operand = describe(queries);
-  float score[TILES][4], sum[1][COLUMNS / 8][4], total[2], top[2];
+  float score[TILES][4], sum[1][COLUMNS / 8][4], total[2], base[2];
+  bool empty[2];
   begin_products();
   start_scores<CHUNK>(score, advanced(query_operand, group * TILE_BYTES), key_operand);
   end_products();
@@ -71,43 +85,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
         wait_products<1>();  // for the scores; the values before may still be multiplied
       hold(score);
       masks.apply(score, row + lane / 4, chunk * CHUNK + lane % 4 * 2);
+      // Exponents are relative to the row's `base`, the highest score of the first chunk with any key.
+      // It follows a later chunk's highest only where that is HEADROOM above: sums are seldom rescaled.
       float shrink[2];
+      bool rises = false;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float highest = chunk == 0 ? -INFINITE : top[h];
+        float highest = -INFINITE;
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
           highest = fmaxf(highest, fmaxf(score[t][2 * h], score[t][2 * h + 1]));
         highest = max_in_quad(highest);
+        const bool none = highest == -INFINITE;
         // Of a row without any key so far the differences must not be infinity less infinity.
-        const float base = (highest == -INFINITE ? 0.0f : highest) * to_exponent;
+        const float own = shifted_base((none ? 0.0f : highest) * to_exponent);
         if (chunk == 0) {
-          total[h] = 0.0f;
+          base[h] = own, empty[h] = none, total[h] = 0.0f;
         } else {
-          shrink[h] = exp2_approximate(__fmaf_rn(top[h], to_exponent, -base));
-          total[h] *= shrink[h];
+          const bool follows = !none && (empty[h] || own - base[h] > HEADROOM);
+          shrink[h] = follows ? empty[h] ? 0.0f : exp2_approximate(base[h] - own) : 1.0f;
+          if (follows) base[h] = own;
+          rises |= follows;
+          empty[h] &= none;
         }
-        top[h] = highest;
+      }
+      if (chunk > 0 && __any_sync(0xffffffffu, rises)) {
+        wait_products<0>();
+        hold(sum[0]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          total[h] *= shrink[h];
+#pragma unroll
+          for (int t = 0; t < COLUMNS / 8; ++t)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sum[0][t][2 * h + i] *= shrink[h];
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& value = score[t][2 * h + i];
-            value = exp2_approximate(__fmaf_rn(value, to_exponent, -base));
+            value = exp2_approximate(__fmaf_rn(value, to_exponent, -base[h]));
             total[h] += value;
           }
-      }
-      if (chunk > 0) {
-        wait_products<0>();
-        hold(sum[0]);
-#pragma unroll
-        for (int t = 0; t < COLUMNS / 8; ++t)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[0][t][i] *= shrink[i / 2];
-      }
       Kept<TILES> weight;
       weight.take(score);
-      if (chunk == 0 && round == 0) {
+      if (!SCALED && chunk == 0 && round == 0) {
         copy_async_wait<0>();
         fence_written_operands();
         __syncthreads();
@@ -131,14 +157,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     for (int h = 0; h < 2; ++h) {
       const float all = sum_in_quad(total[h]);
       const bool none = all == 0.0f;
-      const float inverse = none ? without_keys : __fdividef(1.0f, all);
+      const float inverse = none ? without_keys : __fdividef(value_back, all);
 #pragma unroll
       for (int t = 0; t < COLUMNS / 8; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i) sum[0][t][2 * h + i] *= inverse;
       const int own = row + lane / 4 + 8 * h;
       if (lane % 4 == 0 && own < rows)
-        store_sum(lse + own, pairs_rows, top[h] * to_exponent, all, without_keys);
+        store_sum(lse + own, pairs_rows, base[h], all, without_keys);
     }
     store_result(out + row * out_row, out_row, rows - row, HEAD, sum[0]);
   }

@@ -1,19 +1,21 @@
-// What weights.cu computes, averaged over heads, by warpgroups' products: for half precision on Hopper.
+// What weights.cu computes, averaged over heads, by warpgroups' products: for half precision, and fp32 as
+// scaled.cuh has it, on Hopper.
 //
 // A block takes 64 rows and KEYS keys of a batch and goes through its heads in order; the next head's
-// rows of q and keys come while this one's are multiplied. A warpgroup has the average of 64 rows and
-// 64 CHUNKS keys in registers.
+// rows of q and keys come while this one's are multiplied, to shared memory or, fp32, to registers. A
+// warpgroup has the average of 64 rows and CHUNK CHUNKS keys in registers.
 
 constexpr int THREADS = 128 * GROUPS;
-constexpr int KEYS = TILE_ROWS * CHUNKS * GROUPS;
-constexpr int TILES = TILE_ROWS / 8;
+constexpr int KEYS = CHUNK * CHUNKS * GROUPS;
+constexpr int TILES = CHUNK / 8;
+constexpr int STAGES = SCALED ? 1 : 2;
 constexpr int STAGE_BYTES = TILE_BYTES + KEYS * SWIZZLED_ROW_BYTES;
 static_assert(AVERAGED, "of each head: weights.cu");
 
-extern __shared__ __align__(1024) float shared[];  // q and keys of two heads in turn; the key mask
+extern __shared__ __align__(1024) float shared[];  // q and keys of STAGES heads in turn; the key mask, maxima
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    hfai_attention_weights(const T* q, const T* k, const float* lse, T* weights, const void* mask,
+    hfai_attention_weights(const IO* q, const IO* k, const float* lse, IO* weights, const void* mask,
                            const void* key_mask, i64 q_batch, i64 q_row, i64 q_head, i64 k_batch,
                            i64 k_row, i64 k_head, i64 mask_batch, i64 mask_head, i64 mask_row,
                            i64 key_mask_batch, i64 key_mask_key, i64 heads_, i64 rows_, i64 keys_,
@@ -27,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int first_row = static_cast<int>(index % static_cast<u32>(row_parts)) * TILE_ROWS;
   const u32 batch = index / static_cast<u32>(row_parts);
   const int first = first_row + warp * 16, row = first + lane / 4;
-  const int own_key = first_key + group * CHUNKS * TILE_ROWS;
+  const int own_key = first_key + group * CHUNKS * CHUNK;
   q += batch * q_batch + first_row * q_row;
   k += batch * k_batch + first_key * k_row;
   mask = mask_of(mask, batch * mask_batch);
@@ -36,9 +38,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   lse += static_cast<i64>(batch) * heads * rows + row;
 
   char* const stages = reinterpret_cast<char*>(shared);
-  float* const key_added = reinterpret_cast<float*>(stages + 2 * STAGE_BYTES);
+  float* const key_added = reinterpret_cast<float*>(stages + STAGES * STAGE_BYTES);
+  float* const largest = key_added + KEYS;
+  HeldRows<TILE_ROWS, THREADS> held_rows;
+  HeldRows<KEYS, THREADS> held_keys;
   const auto fetch = [&](int head) {
-    char* const stage = stages + head % 2 * STAGE_BYTES;
+    if constexpr (SCALED) {
+      held_rows.load(q + head * q_head, q_row, rows - first_row);
+      held_keys.load(k + head * k_head, k_row, keys - first_key);
+      return;
+    }
+    char* const stage = stages + head % STAGES * STAGE_BYTES;
     copy_swizzled<TILE_ROWS, THREADS>(stage, q + head * q_head, q_row, rows - first_row, threadIdx.x);
     copy_swizzled<KEYS, THREADS>(stage + TILE_BYTES, k + head * k_head, k_row, keys - first_key,
                                  threadIdx.x);
@@ -62,27 +72,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   read_sums(0);
 #pragma unroll 1
   for (int head = 0; head < heads; ++head) {
-    copy_async_wait<0>();
+    float score_factor = factor;
+    if constexpr (SCALED) {
+      leave_largest<THREADS>(largest, held_rows.largest());
+      leave_largest<THREADS>(largest + THREADS / 32, held_keys.largest());
+      __syncthreads();  // and everybody is done with the head before
+      const Scale of_rows = scale_for(read_largest<THREADS>(largest));
+      const Scale of_keys = scale_for(read_largest<THREADS>(largest + THREADS / 32));
+      held_rows.store(stages, of_rows.to);
+      held_keys.store(stages + TILE_BYTES, of_keys.to);
+      score_factor = score_bounded(factor * of_rows.back * of_keys.back);
+    } else {
+      copy_async_wait<0>();
+    }
     fence_written_operands();
     __syncthreads();  // and everybody is done with the other stage
     if (head + 1 < heads) fetch(head + 1);
-    const u32 queries = describe(stages + head % 2 * STAGE_BYTES);
-    const u32 own_keys = advanced(queries, (1 + group * CHUNKS) * TILE_BYTES);
+    const u32 queries = describe(stages + head % STAGES * STAGE_BYTES);
+    const u32 own_keys =
+        advanced(queries, TILE_BYTES + group * CHUNKS * CHUNK * SWIZZLED_ROW_BYTES);
     const float sum[2] = {first_part[0], first_part[1]}, rest[2] = {second_part[0], second_part[1]};
     if (head + 1 < heads) read_sums(head + 1);
     // The key mask in shared memory begins with this block's keys.
     const Masks masks = {mask_of(mask, head * mask_head), mask_row, key_added - first_key,
-                         rows, keys, factor};
+                         rows, keys, score_factor};
     const float to_exponent = masks.exponent_factor();
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; ++chunk) {
       float score[TILES][4];
       begin_products();
-      start_scores<TILE_ROWS>(score, queries, advanced(own_keys, chunk * TILE_BYTES));
+      start_scores<CHUNK>(score, queries,
+                          advanced(own_keys, chunk * CHUNK * SWIZZLED_ROW_BYTES));
       end_products();
       wait_products<0>();
       hold(score);
-      masks.apply(score, row, own_key + chunk * TILE_ROWS + lane % 4 * 2);
+      masks.apply(score, row, own_key + chunk * CHUNK + lane % 4 * 2);
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -99,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
       for (int i = 0; i < 4; ++i) average[chunk][t][i] *= share;
-    const int before = chunk * TILE_ROWS;
+    const int before = chunk * CHUNK;
     store_weights(weights + before, rows - first, keys - own_key - before, keys, average[chunk]);
   }
 }

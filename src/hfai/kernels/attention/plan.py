@@ -197,11 +197,16 @@ def blocks_that_fit(plan: ForwardPlan | BackwardPlan | WeightsPlan, limits: Devi
 
 @functools.cache
 def choose_forward(
-    head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
+    head: int,
+    dtype: torch.dtype,
+    rows: int,
+    keys: int,
+    limits: DeviceLimits,
+    split: bool = False,
 ) -> ForwardPlan | HopperForwardPlan | None:
-    """Return forward's plan, or None where none fits the device."""
-    if hopper.covers(head, dtype, keys, limits):
-        return hopper.choose_forward(head, rows, keys, limits)
+    """Return forward's plan, or None where none fits the device; `split` as in `precision`."""
+    if not split and hopper.covers(head, dtype, keys, limits):
+        return hopper.choose_forward(head, dtype, rows, keys, limits)
     for row_tiles, warps, most_keys in _forward_shapes(head, dtype.itemsize, rows, keys):
         chunks = -(-keys // most_keys)
         chunk = _round_up(-(-keys // chunks), 16)
@@ -228,11 +233,16 @@ def _forward_shapes(
 
 @functools.cache
 def choose_backward(
-    head: int, dtype: torch.dtype, rows: int, keys: int, limits: DeviceLimits
+    head: int,
+    dtype: torch.dtype,
+    rows: int,
+    keys: int,
+    limits: DeviceLimits,
+    split: bool = False,
 ) -> BackwardPlan | HopperBackwardPlan | None:
-    """Return backward's plan, or None where none fits the device."""
-    if hopper.covers(head, dtype, keys, limits):
-        return hopper.choose_backward(head, rows, keys, limits)
+    """Return backward's plan, or None where none fits the device; `split` as in `precision`."""
+    if not split and hopper.covers(head, dtype, keys, limits):
+        return hopper.choose_backward(head, dtype, rows, keys, limits)
     tiles = -(-rows // 16)
     # Two tiles a warp load operands half as often, where there are registers for it.
     few = rows <= (64 if dtype.itemsize == 2 and head <= 64 else 128)
@@ -280,11 +290,12 @@ def choose_weights(
     rows: int,
     keys: int,
     limits: DeviceLimits,
+    split: bool = False,
     averaged: bool = False,
 ) -> WeightsPlan | HopperWeightsPlan | None:
     """Return the weights' plan, or None where none fits the device."""
-    if averaged and hopper.covers(head, dtype, keys, limits):
-        return hopper.choose_weights(head, keys, limits)
+    if averaged and not split and hopper.covers(head, dtype, keys, limits):
+        return hopper.choose_weights(head, dtype, keys, limits)
     for most_warps, most_keys in ((8, 64), (4, 64), (4, 32), (2, 16)):
         warps = min(most_warps, -(-rows // 16))
         chunk = min(most_keys, _round_up(keys, 16))

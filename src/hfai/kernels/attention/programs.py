@@ -23,7 +23,7 @@ AnyPlan = AnyForward | AnyBackward | AnyWeights
 P = TypeVar("P", AnyForward, AnyBackward, AnyWeights)
 
 _COMMON = ("tensor_cores.cuh", "attention/tiles.cuh", "attention/scores.cuh")
-_HOPPER = ("warpgroup.cuh", *_COMMON, "attention/swizzled.cuh")
+_HOPPER = ("warpgroup.cuh", *_COMMON, "attention/swizzled.cuh", "attention/scaled.cuh")
 _SOURCES: dict[type, tuple[str, ...]] = {
     ForwardPlan: (*_COMMON, "attention/forward.cu"),
     BackwardPlan: (*_COMMON, "attention/backward.cu"),
@@ -69,6 +69,13 @@ def architecture_of(plan: AnyPlan) -> str | None:
     """Return the architecture a plan's kernel is for, or None where it is any device's own."""
     is_hoppers = isinstance(plan, HopperForwardPlan | HopperBackwardPlan | HopperWeightsPlan)
     return hopper.ARCHITECTURE if is_hoppers else None
+
+
+def types_of(plan: AnyPlan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the types of a plan's kernel, as `jit.program_text` takes them."""
+    if architecture_of(plan) is None:
+        return {"T": dtype}
+    return {"T": torch.float16 if dtype is torch.float32 else dtype, "IO": dtype}
 
 
 def mask_constants(
@@ -188,7 +195,9 @@ def _load(
     key = (plan, dtype, device, *sorted(constants.items()))
     kernel = _kernels.get(key)
     if kernel is None:
-        text = jit.program_text(sources_of(plan), plan.constants() | constants, {"T": dtype})
+        text = jit.program_text(
+            sources_of(plan), plan.constants() | constants, types_of(plan, dtype)
+        )
         kernel = _kernels[key] = jit.load(
             text,
             name,
@@ -211,8 +220,9 @@ def _constants(q: Tensor, masking: Masking, ragged: bool) -> dict[str, int | boo
     return masks | {"SPLIT": is_split(q.dtype)}
 
 
-def _shape(q: Tensor, k: Tensor) -> tuple[int, torch.dtype, int, int, jit.DeviceLimits]:
-    return q.shape[3], q.dtype, q.shape[1], k.shape[1], jit.device_limits(q.get_device())
+def _shape(q: Tensor, k: Tensor) -> tuple[int, torch.dtype, int, int, jit.DeviceLimits, bool]:
+    limits = jit.device_limits(q.get_device())
+    return q.shape[3], q.dtype, q.shape[1], k.shape[1], limits, is_split(q.dtype)
 
 
 def _no_plan(q: Tensor, k: Tensor) -> ValueError:

@@ -70,13 +70,17 @@ struct Masks {
   }
 };
 
-// Fills `added` for KEYS keys; `key_mask` is this batch's.
+// What is added to a key's scores, times log2(e); `key_mask` is this batch's.
+__device__ __forceinline__ float key_addition(const void* key_mask, i64 stride, int key, int keys) {
+  return key < keys ? to_base_2(addition<KEY_MASK>(key_mask, key * stride)) : -INFINITE;
+}
+// Fills `added` for KEYS keys.
 template <int KEYS, int THREADS>
 __device__ __forceinline__ void read_key_mask(float* added, const void* key_mask, i64 stride,
                                               int keys) {
   if constexpr (KEY_MASK != NO_MASK)
     for (int key = threadIdx.x; key < KEYS; key += THREADS)
-      added[key] = key < keys ? to_base_2(addition<KEY_MASK>(key_mask, key * stride)) : -INFINITE;
+      added[key] = key_addition(key_mask, stride, key, keys);
 }
 
 // Keeps the sum of a row's exponentials, `all` times 2 to the power of `base`; `pairs_rows` counts the

@@ -9,13 +9,13 @@ constexpr int ACROSS_BYTES = 16 * SWIZZLED_ROW_BYTES;    // 16 rows, where it li
 static_assert(HALF && HEAD <= COLUMNS, "heads of half precision that fill one swizzled row");
 
 // Starts copying `count` rows of a head and fills up with zeros to ROWS; `thread` of THREADS.
-template <int ROWS, int THREADS>
-__device__ __forceinline__ void copy_swizzled(char* target, const T* source, i64 stride, int count,
-                                              int thread) {
+template <int ROWS, int THREADS, class From>
+__device__ __forceinline__ void copy_swizzled(char* target, const From* source, i64 stride,
+                                              int count, int thread) {
   constexpr int PIECES = SWIZZLED_ROW_BYTES / 16, STEP_ROWS = THREADS / PIECES;
   static_assert(STEP_ROWS % 8 == 0, "a thread's pieces are swizzled alike");
   const int row = thread / PIECES, piece = thread % PIECES;
-  const T* from = source + row * stride + piece * VECTOR;
+  const From* from = source + row * stride + piece * VECTOR;
   target += swizzled(row, piece);
   const i64 step = STEP_ROWS * stride;
 #pragma unroll

@@ -247,15 +247,15 @@ __device__ __forceinline__ void transpose_in_quad(u32 (&word)[4]) {
 
 // Stores a result [16][8 TILES] to global memory: rows below `rows` and columns below `columns`, a
 // multiple of 8, of a matrix whose rows start on 16 bytes. Whole warps call it.
-template <int TILES>
-__device__ __forceinline__ void store_result(T* target, i64 stride, int rows, int columns,
+template <int TILES, class To>
+__device__ __forceinline__ void store_result(To* target, i64 stride, int rows, int columns,
                                              const float (&result)[TILES][4]) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = lane / 4 + 8 * h;
-    T* start = target + row * stride;
-    if constexpr (HALF) {
+    To* start = target + row * stride;
+    if constexpr (sizeof(To) == 2) {
       // Lane q of a quad has columns 2q and 2q + 1 of each tile, and takes all eight of tile q.
 #pragma unroll
       for (int group = 0; group < ceil_div(TILES, 4); ++group) {
@@ -263,7 +263,7 @@ __device__ __forceinline__ void store_result(T* target, i64 stride, int rows, in
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int t = smaller(group * 4 + i, TILES - 1);
-          word[i] = pack_pair<T>(result[t][2 * h], result[t][2 * h + 1]);
+          word[i] = pack_pair<To>(result[t][2 * h], result[t][2 * h + 1]);
         }
         transpose_in_quad(word);
         const int tile = group * 4 + quad;

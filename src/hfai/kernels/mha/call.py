@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.cuda import current_device
-from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hfai.kernels import attention
@@ -20,6 +19,7 @@ from hfai.kernels.coverage import PLAIN_TYPES, why_watched
 from hfai.kernels.mha import dispatch, masks
 from hfai.kernels.mha.autograd import apply_attend
 from hfai.kernels.mha.projections import Layout, project
+from hfai.kernels.products import linear
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -145,6 +145,10 @@ def _batched(
     dtype = product_type(q)
     if dispatch.why_torchs(queries, keys, dtype, by_torchs_node=by_torchs_node):
         return None
+    if q.is_cuda and dispatch.why_not_precision(
+        dtype, q.numel() // module.embed_dim, module.embed_dim, q.get_device()
+    ):
+        return None
     if dispatch.why_not_head(module.head_dim, dtype) is not None:  # under autocast
         return None
     if masked and masks.why_not_fitting(key_padding_mask, attn_mask, sizes, q.device) is not None:
@@ -170,7 +174,7 @@ def _batched(
     rows, weights = attend_products(
         products, layout, masking, need_weights=options.need_weights, dropout=dropout
     )
-    y = F.linear(rows, module.out_proj.weight, module.out_proj.bias)
+    y = linear(rows, module.out_proj.weight, module.out_proj.bias)
     if weights is not None and q.is_cuda and torch.is_autocast_enabled("cuda"):
         weights = weights.float()  # as softmax is under autocast there
     return y.transpose(0, 1) if swapped else y, weights

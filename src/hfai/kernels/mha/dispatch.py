@@ -18,6 +18,7 @@ from hfai.kernels import attention
 from hfai.kernels.attention import Masking, plan
 from hfai.kernels.attention.precision import allows_tf32
 from hfai.kernels.mha.cores import Core, Cudnn, Efficient, Flash, OnCpu, ThenOurs, Unfused
+from hfai.kernels.products import why_not_size
 
 FLASH, EFFICIENT, CUDNN, ON_CPU, UNFUSED = Flash(), Efficient(), Cudnn(), OnCpu(), Unfused()
 # By the numbers of torch's own enumeration, torch.nn.attention.SDPBackend.
@@ -35,8 +36,11 @@ INSTEAD_OF_ONE_OPERATOR = False
 # Queries or keys beyond which calls are torch's, a guard that nothing reaches in practice: torch's
 # fused operators count positions in 32 bits.
 LONGEST = 1 << 20
-# Whether fp32 without TF32 runs here: measured at 0.92 to 1.04 times torch's speed.
+# Whether fp32 without TF32 runs here even where the products are torch's, which is what decides:
+# with those the module was measured at 0.92 to 1.04 times torch's speed, with ours at twice. Tests
+# set it.
 WITHOUT_TF32 = False
+MANY_ROWS = 1 << 16  # of which products are large, whatever the number of features
 
 # Queries and keys up to which our forward is the fastest in half precision.
 MOST_ROWS_FORWARD = 64
@@ -58,26 +62,39 @@ def why_torchs(queries: int, keys: int, dtype: torch.dtype, *, by_torchs_node: b
     """
     if max(queries, keys) > LONGEST and not by_torchs_node:
         return f"{queries} queries, {keys} keys: longer than what was measured, {LONGEST}"
-    return why_not_precision(dtype)
+    return None
 
 
 def beats_one_operator(queries: int, keys: int, dtype: torch.dtype, *, need_weights: bool) -> bool:
     """Return whether a large call is faster here than as torch's one operator for evaluation.
 
     In half precision ours took 0.57 (64 rows) and 0.66 (512 rows) of its time with weights; without
-    them 0.80 of it with 64 rows and 1.02 with 512. In fp32 none was measured.
+    them 0.80 of it with 64 rows and 1.02 with 512. In fp32 with TF32 none was measured, without it
+    0.52 to 0.60 of its time (64 and 256 rows).
     """
-    return dtype is not torch.float32 and (need_weights or max(queries, keys) <= MOST_ROWS_FORWARD)
+    if dtype is torch.float32:
+        return not allows_tf32()
+    return need_weights or max(queries, keys) <= MOST_ROWS_FORWARD
 
 
-def why_not_precision(dtype: torch.dtype) -> str | None:
-    """Say why products of a type are left to torch, or None."""
-    if dtype is torch.float32 and not WITHOUT_TF32 and not allows_tf32():
-        return (
-            "fp32 without TF32, in which torch's own was as fast: allow TF32 "
-            "(torch.backends.cuda.matmul.allow_tf32 = True) or use autocast"
-        )
-    return None
+def why_not_precision(dtype: torch.dtype, rows: int, features: int, device: int) -> str | None:
+    """Say why calls whose products are of a type are left to torch, or None.
+
+    Args:
+        dtype: in which products are made.
+        rows: of all sequences.
+        features: of a row.
+        device: its index.
+    """
+    if dtype is not torch.float32 or WITHOUT_TF32 or allows_tf32():
+        return None
+    reason = why_not_size(rows, features, features, device)
+    if reason is None:
+        return None
+    return (
+        f"fp32 without TF32, in which torch's own is as fast where its products are ({reason}): "
+        "allow TF32 (torch.backends.cuda.matmul.allow_tf32 = True) or use autocast"
+    )
 
 
 def is_ours(q: Tensor, k: Tensor, masking: Masking, needs_sums: bool) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from hfai.kernels.products import linear
 
 
 class Layout(NamedTuple):
@@ -63,9 +64,9 @@ def project(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor) -> l
     else:
         weight = module.in_proj_weight
         if q is k and k is v:
-            return [F.linear(q, weight, bias)]
+            return [linear(q, weight, bias)]
         width = module.embed_dim
         inputs, sizes = ((q, k), [width, 2 * width]) if k is v else ((q, k, v), [width] * 3)
         weights = weight.split_with_sizes(sizes)
     biases = (None,) * len(sizes) if bias is None else bias.split_with_sizes(sizes)
-    return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+    return [linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]

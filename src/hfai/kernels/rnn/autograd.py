@@ -20,7 +20,14 @@ from hfai.kernels.coverage import dense, why_not_plain, why_watched
 from hfai.kernels.rnn import formula, launch
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.plan import Cell, Precision
-from hfai.kernels.rnn.products import column_sums, common_width, padded, product
+from hfai.kernels.rnn.products import (
+    column_sums,
+    common_width,
+    dense_product,
+    padded,
+    product,
+    taken_as_they_lie,
+)
 from hfai.kernels.rnn.programs import Configuration, refused
 from hfai.kernels.watched import Sources, gradients_by_formula
 
@@ -160,9 +167,12 @@ def run(
     gates = x.new_empty(plan.directions, sequences.steps.rows, plan.gate_pitch)
     columns = plan.cell.gates * plan.hidden
     width = common_width(x, *(w_ih for w_ih, *_ in each))
+    if taken_as_they_lie(x.shape[0], x.shape[1], columns, x, tf32):
+        width = x.shape[1]
     inputs = padded(x, width).whole
     for of_direction, (w_ih, *_) in zip(gates, each, strict=True):
         product(inputs, padded(w_ih, width).whole.t(), of_direction[:, :columns], tf32)
+    del inputs
     made = launch.forward(
         configuration,
         sequences.steps,
@@ -237,9 +247,8 @@ def products_of(
         needed: of x and of each of the weights.
     """
     plan, tf32 = configuration.plan, configuration.plan.precision == Precision.TF32
-    count, rows, steps = 4 if has_bias else 2, sequences.steps.rows, sequences.steps.steps
+    count, steps = 4 if has_bias else 2, sequences.steps.steps
     columns = plan.cell.gates * plan.hidden
-    inputs = padded(x, common_width(x, ones=has_bias), ones=has_bias)
     found: list[Tensor | None] = [None]
     each = _by_direction(weights, has_bias)
     for direction, (w_ih, *_) in enumerate(each):
@@ -248,39 +257,59 @@ def products_of(
         # GRU's four are dn, dr, dz, dq: dn belongs to the input, dq to h.
         shift = plan.hidden if plan.cell is Cell.GRU else 0
         of_input, of_hidden = all_gates[:, :columns], all_gates[:, shift : shift + columns]
+        # What a step leaves is all that stays: these matrices are a large part of peak memory.
         if needed[0]:
-            to_input = padded(order_of_input(plan.cell, w_ih), common_width(w_ih))
-            part = x.new_empty(rows, to_input.whole.shape[1])
-            product(of_input, to_input.whole, part, tf32)
-            part = part[:, : x.shape[1]].contiguous()
+            to_input = order_of_input(plan.cell, w_ih)
+            part = dense_product(of_input, to_input, x.shape[1], tf32)
             found[0] = part if found[0] is None else found[0].add_(part)
-        dw_ih = dw_hh = db_ih = db_hh = None
+            del to_input, part
+        dw_ih = dw_hh = sums = None
+        # Elsewhere they come with the product for dW_ih, in its precision.
+        by_themselves = shift or not need[0] or plan.precision == Precision.SPLIT
+        if has_bias and (need[2] or need[3]) and by_themselves:
+            sums = column_sums(all_gates[:, : columns + shift])
         if need[0]:
-            dw_ih = x.new_empty(columns, inputs.whole.shape[1])
-            product(of_input.t(), inputs.whole, dw_ih, tf32)
+            dw_ih, beside = _of_weight(of_input, x, tf32, has_bias and sums is None)
+            sums = beside if sums is None else sums
             dw_ih = _in_order_of_weight(plan.cell, dw_ih)
         if need[1]:
             before = states[direction, 1:] if direction else states[direction, :steps]
             before = before.reshape(-1, plan.width)
             if sequences.rows_of_steps is not None:
                 before = before[sequences.rows_of_steps]
-            dw_hh = x.new_empty(columns, plan.width)
-            product(of_hidden.t(), before, dw_hh, tf32)
-        if has_bias and (need[2] or need[3]):
-            if dw_ih is not None and inputs.ones is not None:
-                db_ih = dw_ih[:, inputs.ones].contiguous()
-            else:
-                db_ih = _in_order_of_weight(plan.cell, column_sums(of_input, tf32))
-            # Memory of its own: whoever accumulates into one must not change the other.
-            db_hh = column_sums(of_hidden, tf32) if shift else db_ih.clone()
-        found += [
-            # As torch's: without the padding, which flattened gradients would trip over.
-            None if dw_ih is None else dw_ih[:, : x.shape[1]].contiguous(),
-            None if dw_hh is None else dw_hh[:, : plan.hidden].contiguous(),
-        ]
+            dw_hh = dense_product(of_hidden.t(), before, plan.hidden, tf32)
+            del before
+        found += [dw_ih, dw_hh]
         if has_bias:
+            db_ih = db_hh = None
+            if need[2] or need[3]:
+                sums = column_sums(of_input) if sums is None else sums
+                db_ih = _in_order_of_weight(plan.cell, sums[:columns])
+                # Memory of its own: whoever accumulates into one must not change the other.
+                db_hh = sums[shift:].clone()
             found += [db_ih if need[2] else None, db_hh if need[3] else None]
     return found
+
+
+def _of_weight(
+    of_input: Tensor, x: Tensor, tf32: bool, with_sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of W_ih and, where it costs nothing, the sums of the gates' gradients.
+
+    Args:
+        of_input: the gates' gradients [rows, columns].
+        x: [rows, inputs].
+        tf32: whether fp32 operands may be rounded to TF32.
+        with_sums: whether the sums over rows are wanted.
+    """
+    inputs = x.shape[1]
+    if taken_as_they_lie(of_input.shape[1], x.shape[0], inputs, x, tf32):
+        return dense_product(of_input.t(), x, inputs, tf32), None
+    right = padded(x, common_width(x, ones=with_sums), ones=with_sums)
+    wide = x.new_empty(of_input.shape[1], right.whole.shape[1])
+    product(of_input.t(), right.whole, wide, tf32)
+    sums = None if right.ones is None else wide[:, right.ones].contiguous()
+    return wide[:, :inputs].contiguous(), sums
 
 
 def order_of_input(cell: Cell, weight: Tensor) -> Tensor:

@@ -48,21 +48,22 @@ __device__ __forceinline__ bool any_absent(const u32 (&word)[4]) {
 
 // The tag of the message of step `step`; memory starts as zeros, so that the first tag is 1.
 __device__ __forceinline__ u32 tag_of(i64 step) { return (static_cast<u32>(step >> 1) & 1) ^ 1; }
+// What products make is the canonical NaN, which stays one without its last bits.
 __device__ __forceinline__ u32 with_tag(float value, u32 tag) {
   u32 bits = __float_as_uint(value);
-  bits = value != value ? NOT_A_NUMBER : (bits + (bits >> 1 & 1)) & ~1u;  // ties to even
-  return bits | tag;
+  // Cut off, the last bit is 4e-8 of the value on average, always towards zero: where that counts it
+  // is rounded, ties to even.
+  if constexpr (PRECISION == SPLIT) bits += value != value ? 0 : bits >> 1 & 1;
+  return (bits & ~1u) | tag;
 }
-__device__ __forceinline__ bool any_untagged(const u32 (&word)[4], u32 tag) {
-  const u32 all = word[0] & word[1] & word[2] & word[3];
-  const u32 any = word[0] | word[1] | word[2] | word[3];
-  return ((tag ? ~all : any) & 1) != 0;
+// Not zero in its last bit where one of the words has another tag.
+__device__ __forceinline__ u32 wrong_tags(const u32 (&word)[4], u32 tag) {
+  return (word[0] ^ word[1]) | (word[0] ^ word[2]) | (word[0] ^ tag) | (word[3] ^ tag);
 }
 // Two values of half precision in one word, of which the first gives its lowest bit for the tag.
 __device__ __forceinline__ u32 with_tag(float first, float second, u32 tag) {
-  const u32 word = pack_pair<T>(first, second), low = word & 0xffffu;
-  const u32 rounded = first != first ? 0x7ffeu : (low + (low >> 1 & 1)) & 0xfffeu;
-  return (word & 0xffff0000u) | rounded | tag;
+  const u32 word = pack_pair<T>(first, second);
+  return ((word + (first != first ? 0 : word >> 1 & 1)) & ~1u) | tag;
 }
 template <class H>
 __device__ __forceinline__ float value_of_half(u32 bits) {

@@ -32,6 +32,10 @@ __device__ __forceinline__ u32 side_by_side<float>(float, float) {
 
 // Columns of the right operand that a tile of COLUMNS sequences makes.
 constexpr int SENT_COLUMNS = PRECISION == SPLIT ? 2 * COLUMNS : COLUMNS;
+// A product takes 8 columns. Of 16 and more a fragment multiplies one eight after the other, between the
+// same barriers.
+constexpr int EIGHTS = ceil_div(SENT_COLUMNS, 8);
+static_assert(EIGHTS == 1 || (PRECISION != SPLIT && COLUMNS % 8 == 0), "eights are whole");
 
 // Rests have nothing to do with infinite values, whose products are complete without them: infinity
 // less infinity, and infinity times a rest of the other sign, would make a NaN of them.

@@ -19,6 +19,8 @@ SPARE_REGISTERS = 24
 """Left to the compiler where fragments have moved to shared memory: the estimates are tight."""
 MOST_REGISTERS = {8: 255, 16: 128}
 """Of a thread, by the warps of a block: a multiprocessor has 65 536."""
+MOST_ESTIMATED = {8: 255, 16: 138}
+"""Estimates up to which plans were seen not to spill, or by a few words that nobody waits for."""
 
 
 class Cell(enum.IntEnum):
@@ -116,6 +118,11 @@ class Plan:
         return 2 * self.columns if self.precision == Precision.SPLIT else self.columns
 
     @property
+    def eights(self) -> int:
+        """Products, of 8 columns each, that a fragment of the matrix makes for a tile."""
+        return -(-self.sent_columns // 8)
+
+    @property
     def row_tiles(self) -> int:
         """Tiles of 16 rows that a block's share of the recurrent matrix makes."""
         return -(-self.cell.gates * self.units // 16)
@@ -139,8 +146,12 @@ class Plan:
     def forward_shared_bytes(self) -> int:
         """Dynamic shared memory of forward.cu."""
         rows = 16 * self.row_tiles + 4
-        sums = 4 * 2 * self.forward_warps * 8 * rows
-        return sums + self._fragment_bytes(self.forward_warps) * self.forward_in_shared
+        sums = 4 * 2 * self.forward_warps * 8 * self.eights * rows
+        items = -(-self.cells * self._lanes_of_cell // (32 * self.forward_warps))
+        carried = 4 * self.tiles * 2 * items * 32 * self.forward_warps if self.tiles > 1 else 0
+        return (
+            16 + sums + carried + self._fragment_bytes(self.forward_warps) * self.forward_in_shared
+        )
 
     @property
     def backward_shared_bytes(self) -> int:
@@ -149,7 +160,9 @@ class Plan:
         partials = 32 * self.backward_warps // max(32, vectors)
         chunks = self._backward_chunks
         pitch = chunks * 16 + (16 if chunks % 2 == 0 else 0)
-        exchanged = 4 * (partials * self.cells + self.sent_columns * pitch)
+        sums = self.cells + self.cells // 32 * 4
+        carried = self.tiles * 2 * self.cells if self.tiles > 1 else 4
+        exchanged = 4 * (partials * sums + 8 * self.eights * pitch + 4 + carried)
         return exchanged + self._fragment_bytes(self.backward_warps) * self.backward_in_shared
 
     @property
@@ -182,7 +195,7 @@ class Plan:
     def forward_at_once(self) -> int:
         """Chunks of h that a thread of forward.cu asks for before it looks at the first."""
         most = self.most_at_once if self.tiles == 1 else MOST_AT_ONCE_OF_TILES
-        return min(self._forward_chunks, most)
+        return min(self._forward_chunks, max(1, most // self.eights))
 
     def fits(self, limits: DeviceLimits) -> bool:
         """Whether a group can run on such a device."""
@@ -193,8 +206,8 @@ class Plan:
             and self.cells // 4 <= threads
             and self.forward_shared_bytes <= room
             and self.backward_shared_bytes <= room
-            and self.forward_registers <= MOST_REGISTERS[self.forward_warps]
-            and self.backward_registers <= MOST_REGISTERS[self.backward_warps]
+            and self.forward_registers <= MOST_ESTIMATED[self.forward_warps]
+            and self.backward_registers <= MOST_ESTIMATED[self.backward_warps]
         )
 
     def constants(self, *, forward: bool) -> dict[str, int | bool]:
@@ -221,6 +234,11 @@ class Plan:
         }
 
     @property
+    def _lanes_of_cell(self) -> int:
+        """Lanes that share a cell in forward.cu."""
+        return 4 if self.cell.gates > 1 else 1
+
+    @property
     def _chunk(self) -> int:
         return 32 if self.precision == Precision.HALF else 16
 
@@ -243,12 +261,15 @@ class Plan:
     @property
     def _forward_registers_beside(self) -> int:
         """What forward.cu needs beside the matrix."""
-        share = 4 if self.cell.gates > 1 else 1
-        items = -(-self.cells * share // (32 * self.forward_warps))
+        items = -(-self.cells * self._lanes_of_cell // (32 * self.forward_warps))
         buffers = 1 if self.precision == Precision.SPLIT else 2
-        loads = min(self._forward_chunks, buffers * self.forward_at_once)
-        each = 5 if self.tiles == 1 else 4  # with several tiles, what is carried is in local memory
-        return 4 * loads + 8 * self.row_tiles + each * items + 24
+        # With one buffer the second half comes as the first is multiplied: seen to spill six words.
+        loads = min(self._forward_chunks, buffers * self.forward_at_once, 8 // (3 - buffers))
+        each = (
+            5 if self.tiles == 1 else 4
+        )  # with several tiles, what is carried is in shared memory
+        chains = max(2, self.eights)
+        return 4 * loads * self.eights + 4 * chains * self.row_tiles + each * items + 24
 
     @property
     def _backward_registers_beside(self) -> int:
@@ -262,7 +283,7 @@ class Plan:
         return 16 + 2 * (self.cell.kept + 3) * items + words + 28
 
     def _in_shared(self, fragments: int, beside: int, warps: int) -> int:
-        lacking = fragments * self._fragment_registers + beside - MOST_REGISTERS[warps]
+        lacking = fragments * self._fragment_registers + beside - MOST_ESTIMATED[warps]
         if lacking <= 0:
             return 0
         # One that is read from there needs registers too, for a while.

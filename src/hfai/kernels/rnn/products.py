@@ -3,7 +3,8 @@
 `torch.mm` follows the switch for matrix products, not the one for recurrence, and a switch is the
 whole process's: it must not be turned for a moment, since other threads compute too. cuBLAS itself
 takes the precision with each call, so fp32 products go to it directly, with torch's own handle,
-stream and workspace. Where the library can't be called, `torch.mm` has the product.
+stream and workspace. Where the library can't be called, `torch.mm` has the product. Large products
+in fp32's own precision are made in parts on tensor cores, where those are Hopper's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfai.kernels import jit
+from hfai.kernels import jit, products
+from hfai.kernels.products.call import why_not_size
 
 # Of cublas_api.h and library_types.h.
 _NO_TRANSPOSE, _TRANSPOSE = 0, 1
@@ -34,7 +36,7 @@ _WORTH_PADDING = 1 << 18
 # LSTM 985 that costs a twentieth of the time, and the biases' gradients, which torch sums by other
 # means, would else have nearly three times its error.
 SUMMED_AT_ONCE = 256
-_PAD_THREADS = 256
+_PAD_THREADS = _SUM_THREADS = 256
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
@@ -46,6 +48,9 @@ def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
         out: a matrix whose rows are contiguous; it may be part of a wider one.
         tf32: whether fp32 operands may be rounded to TF32.
     """
+    if not tf32 and out.is_cuda and products.why_not(a, b, out) is None:
+        products.multiply(a, b, out)
+        return
     if out.dtype is torch.float32 and out.is_cuda and 0 not in (*a.shape, *b.shape):
         gemm = _gemm_ex()
         if gemm is not None and tf32:
@@ -57,6 +62,43 @@ def product(a: Tensor, b: Tensor, out: Tensor, tf32: bool) -> None:
                 _call(gemm, a[:, part], b[part], out, _COMPUTE_32F_PEDANTIC, add=first > 0)
             return
     torch.mm(a, b, out=out)
+
+
+def taken_as_they_lie(m: int, k: int, n: int, like: Tensor, tf32: bool) -> bool:
+    """Return whether `product` of [m, k] and [k, n] gains nothing by padded operands or result.
+
+    Args:
+        m: as said.
+        k: as said.
+        n: as said.
+        like: a tensor of their type and device.
+        tf32: as `product` is given it.
+    """
+    return (
+        not tf32
+        and like.dtype is torch.float32
+        and like.is_cuda
+        and why_not_size(m, k, n, like.get_device()) is None
+    )
+
+
+def dense_product(a: Tensor, b: Tensor, columns: int, tf32: bool) -> Tensor:
+    """Return the first columns of a [m, k] times b [k, n], dense: [m, columns].
+
+    Args:
+        a: as `product` takes it.
+        b: its rows contiguous.
+        columns: how many are wanted; b may have more, whose products then cost less than a copy.
+        tf32: whether fp32 operands may be rounded to TF32.
+    """
+    if taken_as_they_lie(a.shape[0], a.shape[1], columns, a, tf32):
+        out = a.new_empty(a.shape[0], columns)
+        product(a, b[:, :columns], out, tf32)
+        return out
+    width = common_width(b)
+    wide = a.new_empty(a.shape[0], width)
+    product(a, padded(b, width).whole, wide, tf32)
+    return wide[:, :columns].contiguous()
 
 
 @dataclass(frozen=True)
@@ -105,15 +147,46 @@ def padded(matrix: Tensor, width: int, ones: bool = False) -> Padded:
     return Padded(room, columns if ones else None)
 
 
-def column_sums(matrix: Tensor, tf32: bool) -> Tensor:
-    """Return the sum over rows, as a product with ones.
+def column_sums(matrix: Tensor) -> Tensor:
+    """Return the sum over rows, whose chains of fp32 additions are short.
 
     `Tensor.sum` takes scratch memory of several times the matrix for this shape.
+
+    Args:
+        matrix: its rows contiguous.
     """
-    ones = matrix.new_ones(matrix.shape[0], _PADDED_TO)
-    sums = matrix.new_empty(matrix.shape[1], _PADDED_TO)
-    product(matrix.t(), ones, sums, tf32)
-    return sums[:, 0].contiguous()
+    rows, columns = matrix.shape
+    if not matrix.is_cuda or matrix.dtype is not torch.float32 or not matrix.numel():
+        ones = matrix.new_ones(rows, _PADDED_TO)
+        sums = matrix.new_empty(columns, _PADDED_TO)
+        torch.mm(matrix.t(), ones, out=sums)
+        return sums[:, 0].contiguous()
+    parts = -(-rows // SUMMED_AT_ONCE)
+    sums = _column_sums(matrix, matrix.new_empty(parts, columns), SUMMED_AT_ONCE)
+    if parts > 1:
+        sums = _column_sums(sums, matrix.new_empty(1, columns), parts)
+    return sums[0]
+
+
+def _column_sums(matrix: Tensor, sums: Tensor, rows_at_once: int) -> Tensor:
+    device, (rows, columns) = matrix.get_device(), matrix.shape
+    _sum_kernel(device).launch(
+        sums.shape[0] * -(-columns // 32),
+        torch._C._cuda_getCurrentRawStream(device),
+        matrix.data_ptr(),
+        sums.data_ptr(),
+        rows,
+        columns,
+        matrix.stride(0),
+        rows_at_once,
+    )
+    return sums
+
+
+@functools.cache
+def _sum_kernel(device: int) -> jit.Kernel:
+    text = jit.program_text(["rnn/column_sums.cu"], {"SUM_THREADS": _SUM_THREADS}, {})
+    return jit.load(text, "hfai_rnn_column_sums", device, block=_SUM_THREADS)
 
 
 def _copy(matrix: Tensor, room: Tensor, ones: int) -> None:
