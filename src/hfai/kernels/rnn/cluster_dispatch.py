@@ -19,28 +19,45 @@ CLUSTERS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MOST_TILES = 4  # of a warp of forward
 
-# Cycles, on one multiprocessor: of a trip to another's shared memory, of a product of a warp that
-# has a quarter of the multiprocessor for itself, of one that waits for another's sum, of a lane's
-# cells of one tile; and bytes a cycle that reach its shared memory, and its own warps from it.
-TRIP = 250
-PRODUCT = 8
-CHAINED_PRODUCT = 33
-CELLS = 60
-RECEIVED_BYTES = {1: 64, 2: 13, 4: 13, 8: 13, 16: 6}  # by the blocks of a cluster
-READ_BYTES = 128
+# Nanoseconds of a step, fitted to a hundred shapes of LSTM 32 to 256 on an H200. What a block reads
+# and writes of a step's gates and states costs by its lines, of which a tile of forward has as many
+# as columns, and backward as many as cells: hence as many blocks as there are.
+FORWARD, BACKWARD = 370.0, 630.0
+TILE_COLUMN, FREE_TILE_COLUMNS = 9.3, 16
+CHAINED = 18.0  # a product that waits for the one before
+CELL, FREE_CELLS = 2.6, 100
+UNIT = 0.7  # of the layer, for what is exchanged
+ROUND = 100.0  # of backward's cells, one for each thread
+# What arrives in pieces of 8 bytes (half precision, one tile a warp) takes longer than in 16.
+SHORT_PIECE = 0.6
+# Clusters that find room at once, where it is not multiprocessors / size.
+AT_ONCE = {16: 7}
 
-
-# Up to how many hidden units (ascending), the largest batch with which clusters were measured to be
-# faster than the other kernels and than cuDNN.
-FASTER: dict[Precision, dict[Cell, tuple[tuple[int, int], ...]]] = {
-    precision: dict.fromkeys(Cell, ()) for precision in Precision
+# Hidden sizes, and the largest batch, at which clusters were measured on an H200 to be faster than
+# the other kernels and than cuDNN (docs/kernels/rnn_cluster.md). In half precision cuDNN is slow at
+# every size, so they begin at 1; in TF32 it has a kernel of its own for small ones. In fp32's own
+# precision the products around the recurrence decide, and cuDNN's call is faster.
+FASTER: dict[Precision, dict[Cell, tuple[tuple[range, int], ...]]] = {
+    Precision.HALF: {
+        Cell.LSTM: ((range(1, 257), 128),),
+        Cell.GRU: ((range(1, 257), 128),),
+        Cell.RNN_TANH: ((range(1, 385), 128),),
+        Cell.RNN_RELU: ((range(1, 385), 128),),
+    },
+    Precision.TF32: {
+        Cell.LSTM: ((range(96, 128), 64), (range(128, 257), 128)),
+        Cell.GRU: ((range(96, 257), 128),),
+        Cell.RNN_TANH: ((range(256, 257), 128),),
+        Cell.RNN_RELU: ((range(256, 257), 128),),
+    },
+    Precision.SPLIT: dict.fromkeys(Cell, ()),
 }
 
 
 def most_sequences(cell: Cell, hidden: int, precision: Precision) -> int:
     """Return the largest batch that clusters take."""
     for units, sequences in FASTER[precision][cell]:
-        if hidden <= units:
+        if hidden in units:
             return sequences
     return 0
 
@@ -78,8 +95,8 @@ def choose(
 
     def cost(plan: ClusterPlan) -> float:
         clusters = plan.clusters(batch)
-        return forward_cycles(plan) * _waves(clusters, plan.forward_shape, limits) + (
-            backward_cycles(plan) * _waves(clusters, plan.backward_shape, limits)
+        return forward_time(plan) * _waves(clusters, plan.forward_shape, limits) + (
+            backward_time(plan) * _waves(clusters, plan.backward_shape, limits)
         )
 
     return min(found, key=cost, default=None)
@@ -87,7 +104,8 @@ def choose(
 
 def _waves(clusters: int, shape: Shape, limits: DeviceLimits) -> int:
     """Return how often the device must be filled to run so many clusters, a block at a time."""
-    return -(-clusters // max(1, limits.multiprocessors // shape.cluster))
+    at_once = AT_ONCE.get(shape.cluster, limits.multiprocessors // shape.cluster)
+    return -(-clusters // max(1, at_once))
 
 
 def _with_columns(
@@ -113,8 +131,8 @@ def _with_columns(
     if not forward or not backward:
         return None
     return plan(
-        min(forward, key=lambda shape: forward_cycles(plan(shape, backward[0]))),
-        min(backward, key=lambda shape: backward_cycles(plan(forward[0], shape))),
+        min(forward, key=lambda shape: forward_time(plan(shape, backward[0]))),
+        min(backward, key=lambda shape: backward_time(plan(forward[0], shape))),
     )
 
 
@@ -142,29 +160,25 @@ def backward_shapes(hidden: int) -> Iterator[Shape]:
             yield Shape(cluster, warps, units)
 
 
-def forward_cycles(plan: ClusterPlan) -> float:
-    """Return an estimate of the cycles of a step."""
-    shape, chunks = plan.forward_shape, plan.forward_chunks
-    per_chunk = 3 if plan.precision is Precision.SPLIT else 1
-    products = 2 * per_chunk * chunks * plan.forward_tiles * max(1, shape.warps / 4) * PRODUCT
-    chained = 2 * per_chunk * chunks / min(chunks, 4 if plan.forward_tiles == 1 else 2)
-    row = 64 * chunks * plan.sent_columns  # bytes of h
-    read = shape.warps * row / READ_BYTES
-    cells = CELLS * plan.forward_tiles * (4 if plan.cell.gates == 1 else 1)
-    cycles = max(products, chained * CHAINED_PRODUCT) + read + cells
-    return cycles + (TRIP if shape.cluster > 1 else 0) + row / RECEIVED_BYTES[shape.cluster]
+def forward_time(plan: ClusterPlan) -> float:
+    """Return an estimate of a step's nanoseconds."""
+    shape, gates = plan.forward_shape, plan.cell.gates
+    # LSTM reads or writes 11 values of a cell.
+    weight = (gates + plan.cell.kept + 3) / 11 if gates > 1 else 3 / 11
+    lines = weight * plan.columns * shape.warps * plan.forward_tiles
+    chains = min(plan.forward_chunks, 4 if plan.forward_tiles == 1 else 2)
+    chained = (6 if plan.precision is Precision.SPLIT else 2) * plan.forward_chunks / chains
+    time = FORWARD + TILE_COLUMN * max(0, lines - FREE_TILE_COLUMNS)
+    time += CHAINED * chained + UNIT * plan.hidden
+    if plan.precision is Precision.HALF and plan.forward_tiles % 2 and gates > 1:
+        time += SHORT_PIECE * plan.hidden / plan.tile_units * plan.columns
+    return time
 
 
-def backward_cycles(plan: ClusterPlan) -> float:
-    """Return an estimate of the cycles of a step."""
-    shape, chunks = plan.backward_shape, plan.backward_chunks
-    per_chunk = 3 if plan.precision is Precision.SPLIT else 1
-    items = -(-shape.units * plan.columns // (32 * shape.warps))
-    work = 2 * per_chunk * chunks * plan.backward_tiles
-    products = work * max(1, shape.warps / 4) * PRODUCT
-    chained = per_chunk * chunks * CHAINED_PRODUCT
-    read = shape.warps * 64 * chunks * plan.sent_columns / READ_BYTES
-    cells = items * (CELLS + 4 * shape.cluster)
-    sent = 4 * shape.units * shape.cluster * plan.columns
-    cycles = max(products, chained) + read + cells
-    return cycles + (TRIP if shape.cluster > 1 else 0) + sent / RECEIVED_BYTES[shape.cluster]
+def backward_time(plan: ClusterPlan) -> float:
+    """Return an estimate of a step's nanoseconds."""
+    shape = plan.backward_shape
+    cells = shape.units * plan.columns
+    rounds = -(-cells // (32 * shape.warps))
+    time = BACKWARD + CELL * max(0, cells - FREE_CELLS) + UNIT * plan.hidden
+    return time + ROUND * (rounds - 1) + shape.warps  # no more warps than gain
