@@ -9,9 +9,6 @@
 #include <cstdio>
 #include <map>
 
-struct uint2 {
-  u32 x, y;
-};
 using std::max;
 using std::min;
 using ::fmaxf;
