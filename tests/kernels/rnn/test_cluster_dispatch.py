@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,3 +64,22 @@ def test_weights_that_do_not_fit_have_no_plan() -> None:
     for cell in Cell:
         plan = cluster_dispatch.choose(cell, 2048, 1, 4, Precision.TF32, HOPPER)
         assert plan is None
+
+
+def test_clusters_are_used_only_where_they_were_measured_to_be_faster() -> None:
+    def batch(cell: Cell, hidden: int, dtype: torch.dtype, precision: Precision) -> int:
+        sizes = (1, 32, 64, 128, 129)
+        plans = [
+            cluster_dispatch.choose_where_faster(cell, hidden, 1, b, dtype, precision, HOPPER)
+            for b in sizes
+        ]
+        return max([b for b, plan in zip(sizes, plans, strict=True) if plan], default=0)
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    assert batch(Cell.LSTM, 32, bf16, Precision.HALF) == 128
+    assert batch(Cell.LSTM, 512, bf16, Precision.HALF) == 0  # the grid's
+    assert batch(Cell.LSTM, 64, fp16, Precision.HALF) == 0  # cuDNN's
+    assert batch(Cell.LSTM, 128, fp16, Precision.HALF) == 32
+    assert batch(Cell.GRU, 64, fp32, Precision.TF32) == 0
+    assert batch(Cell.GRU, 256, fp32, Precision.TF32) == 128
+    assert batch(Cell.LSTM, 128, fp32, Precision.SPLIT) == 0

@@ -169,7 +169,7 @@ def _found(
         return f"a hidden size of {hidden}"
     limits = jit.device_limits(device)
     clusters = cluster_dispatch.choose_where_faster(
-        cell, hidden, directions, batch, precision, limits
+        cell, hidden, directions, batch, dtype, precision, limits
     )
     if clusters is not None and steps >= dispatch.FEWEST_STEPS:
         return _configuration(device, dtype, clusters)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import torch
+
 from hfai.kernels.jit import DeviceLimits
 from hfai.kernels.rnn.cluster_plan import ClusterPlan, Shape
 from hfai.kernels.rnn.plan import Cell, Precision
@@ -34,29 +36,36 @@ SHORT_PIECE = 0.6
 AT_ONCE = {16: 7}
 
 # Hidden sizes, and the largest batch, at which clusters were measured on an H200 to be faster than
-# the other kernels and than cuDNN (docs/kernels/rnn_cluster.md). In half precision cuDNN is slow at
-# every size, so they begin at 1; in TF32 it has a kernel of its own for small ones. In fp32's own
-# precision the products around the recurrence decide, and cuDNN's call is faster.
-FASTER: dict[Precision, dict[Cell, tuple[tuple[range, int], ...]]] = {
-    Precision.HALF: {
+# the other kernels and than cuDNN (docs/kernels/rnn_cluster.md). In bf16 cuDNN is slow at every size,
+# so they begin at 1; in TF32 and fp16 it has kernels of its own for small ones. Of fp16 cuDNN's times
+# were measured up to a batch of 32, and ours taken to be those in bf16.
+FASTER: dict[torch.dtype, dict[Cell, tuple[tuple[range, int], ...]]] = {
+    torch.bfloat16: {
         Cell.LSTM: ((range(1, 257), 128),),
         Cell.GRU: ((range(1, 257), 128),),
         Cell.RNN_TANH: ((range(1, 385), 128),),
         Cell.RNN_RELU: ((range(1, 385), 128),),
     },
-    Precision.TF32: {
+    torch.float16: {
+        Cell.LSTM: ((range(128, 257), 32),),
+        Cell.GRU: ((range(128, 257), 32),),
+        Cell.RNN_TANH: (),
+        Cell.RNN_RELU: (),
+    },
+    torch.float32: {
         Cell.LSTM: ((range(96, 128), 64), (range(128, 257), 128)),
         Cell.GRU: ((range(96, 257), 128),),
         Cell.RNN_TANH: ((range(256, 257), 128),),
         Cell.RNN_RELU: ((range(256, 257), 128),),
     },
-    Precision.SPLIT: dict.fromkeys(Cell, ()),
 }
 
 
-def most_sequences(cell: Cell, hidden: int, precision: Precision) -> int:
+def most_sequences(cell: Cell, hidden: int, dtype: torch.dtype, precision: Precision) -> int:
     """Return the largest batch that clusters take."""
-    for units, sequences in FASTER[precision][cell]:
+    if precision is Precision.SPLIT:
+        return 0  # the products around the recurrence decide, and cuDNN's call is faster
+    for units, sequences in FASTER[dtype][cell]:
         if hidden in units:
             return sequences
     return 0
@@ -67,11 +76,12 @@ def choose_where_faster(
     hidden: int,
     directions: int,
     batch: int,
+    dtype: torch.dtype,
     precision: Precision,
     limits: DeviceLimits,
 ) -> ClusterPlan | None:
     """As `choose`, but None too where another way was measured to be faster."""
-    if batch > most_sequences(cell, hidden, precision):
+    if batch > most_sequences(cell, hidden, dtype, precision):
         return None
     return choose(cell, hidden, directions, batch, precision, limits)
 
