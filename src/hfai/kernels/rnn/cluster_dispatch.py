@@ -36,9 +36,9 @@ SHORT_PIECE = 0.6
 AT_ONCE = {16: 7}
 
 # Hidden sizes, and the largest batch, at which clusters were measured on an H200 to be faster than
-# the other kernels and than cuDNN (docs/kernels/rnn_cluster.md). In bf16 cuDNN is slow at every size,
-# so they begin at 1; in TF32 and fp16 it has kernels of its own for small ones. Of fp16 cuDNN's times
-# were measured up to a batch of 32, and ours taken to be those in bf16.
+# the other kernels and than cuDNN (docs/kernels/rnn_cluster.md). In bf16 cuDNN is slow at every
+# size, so they begin at 1; in TF32 and fp16 it has kernels of its own for small ones. Of fp16
+# cuDNN's times were measured up to a batch of 32, and ours taken to be those in bf16.
 FASTER: dict[torch.dtype, dict[Cell, tuple[tuple[range, int], ...]]] = {
     torch.bfloat16: {
         Cell.LSTM: ((range(1, 257), 128),),
