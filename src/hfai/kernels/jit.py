@@ -29,6 +29,8 @@ CACHE_BYTES = 512 * 2**20  # the least recently used binaries are dropped beyond
 
 OLDEST_CAPABILITY = (8, 0)  # cp.async, bf16 conversions
 
+PORTABLE_CLUSTER = 8  # blocks, on every device that has clusters; more must be asked for
+
 CUDA_TYPES = {
     torch.float32: "float",
     torch.float16: "Float16",
@@ -58,7 +60,7 @@ def device_limits(device: int) -> DeviceLimits:
         architecture=f"sm_{major}{minor}",
         multiprocessors=handle.properties.multiprocessor_count,
         shared_bytes_per_block=handle.properties.max_shared_memory_per_block_optin,
-        max_cluster=8 if major >= 9 else 1,
+        max_cluster=PORTABLE_CLUSTER if major >= 9 else 1,
     )
 
 
@@ -199,6 +201,15 @@ def load(
                 raise RuntimeError(
                     f"{name} asks for {shared_bytes} bytes of shared memory: {error}"
                 )
+        if cluster > PORTABLE_CLUSTER:
+            attribute = (
+                driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            )
+            (error,) = driver.cuKernelSetAttribute(
+                attribute, 1, kernel.handle, driver.CUdevice(device)
+            )
+            if error:
+                raise RuntimeError(f"{name} asks for clusters of {cluster} blocks: {error}")
         resident = _resident_blocks(kernel, device, block, shared_bytes, cluster)
         error, function = driver.cuKernelGetFunction(kernel.handle)  # launches faster than CUkernel
         if error:

@@ -284,7 +284,10 @@ def _explain(module: nn.RNNBase) -> Path:
     if reason is not None:
         return Path("torch", reason)
     most = call.largest_batch(stack, device, dtype)
+    configuration = call.configure(stack, device, dtype, 1, dispatch.FEWEST_STEPS)
+    assert configuration is not None
     return Path(
         "hfai",
-        f"one kernel for all steps, from {dispatch.FEWEST_STEPS} steps and up to batch {most}",
+        f"one kernel for all steps{configuration.plan.where}, from {dispatch.FEWEST_STEPS} steps "
+        f"and up to batch {most}",
     )

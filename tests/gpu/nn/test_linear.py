@@ -69,3 +69,11 @@ def test_infinity_and_nan_reach_the_elements_that_they_reach_in_fp32() -> None:
     found, expected = multiply_halves(dy, x), dy.double().t() @ x.double()
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.isinf(), expected.isinf())
+
+
+def test_operands_of_any_layout_are_taken() -> None:
+    x, _, _, dy = operands("normal", 4000, 384, 256)
+    expected = multiply_halves(dy, x)
+    shifted = dy.new_empty(dy.numel() + 1)[1:].view_as(dy).copy_(dy)
+    for other in (shifted, dy.t().contiguous().t(), torch._neg_view(-dy)):
+        assert torch.equal(multiply_halves(other, x), expected)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hfai.kernels.rnn import stretches
+from hfai.kernels.rnn import call, cluster_dispatch, stretches
 from tests.gpu.nn.test_rnn import (
     BF16,
     CUDA,
@@ -26,9 +27,13 @@ __all__ = ["_nothing_gives_up"]
 
 
 @pytest.fixture(autouse=True)
-def _wavefront(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short sequences run as a wavefront too, if the layers' shape allows it."""
+def _wavefront(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short sequences of few units run as a wavefront too, if the layers' shape allows it."""
     monkeypatch.setattr(stretches, "STRETCH_ON_HOST", 0.0)
+    monkeypatch.setattr(cluster_dispatch, "most_sequences", lambda *layer: 0)
+    call._found.cache_clear()
+    yield
+    call._found.cache_clear()
 
 
 def is_wavefront(layer: nn.Module, x: Tensor) -> bool:

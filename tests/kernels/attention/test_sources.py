@@ -42,7 +42,13 @@ def check(
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "length"),
-    [*((name, BF16, 64) for name in DEVICES), ("sm_90", BF16, 128), ("sm_80", FP32, 64)],
+    [
+        *((name, BF16, 64) for name in DEVICES),
+        ("sm_90", BF16, 128),
+        ("sm_80", FP32, 64),
+        ("sm_90", FP32, 64),
+        ("sm_90", FP32, 256),
+    ],
 )
 def test_the_chosen_plans(architecture: str, dtype: torch.dtype, length: int) -> None:
     shape = (64, dtype, length, length, DEVICES[architecture])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -46,6 +48,13 @@ def test_halves_pay_where_a_product_is_many_times_its_operands() -> None:
     assert not halves_pay(51200, 1024, 1024)
     assert not halves_pay(320000, 1536, 512)
     assert not halves_pay(51200, 3073, 1024)
+
+
+def test_sums_in_fp16_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True)
+    )
+    assert not halves_pay(51200, 3072, 1024)
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++ for the emulation")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hfai.kernels import coverage, jit
-from hfai.kernels.rnn import autograd, call, dispatch, launch, status
+from hfai.kernels.rnn import autograd, call, cluster_dispatch, dispatch, launch, status
 from hfai.kernels.rnn.launch import Forward, Steps
 from hfai.kernels.rnn.plan import Cell
 from hfai.kernels.rnn.programs import Configuration, refused
@@ -148,10 +148,21 @@ def backward(
 
 @pytest.fixture
 def every_size_is_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let calls take the kernels' path that are too small to gain by it, or too large."""
+    """Let calls take the grid kernels' path that are too small to gain by it, or too large."""
     monkeypatch.setattr(dispatch, "MOST_SEQUENCES", 1 << 16)
     monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
     monkeypatch.setattr(dispatch, "FEWEST_UNITS", dict.fromkeys(Cell, 1))
+    monkeypatch.setattr(cluster_dispatch, "most_sequences", lambda *layer: 0)
+    call._found.cache_clear()
+    yield
+    call._found.cache_clear()
+
+
+@pytest.fixture
+def clusters_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let calls take the cluster kernels' path that gain nothing by it."""
+    monkeypatch.setattr(dispatch, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(cluster_dispatch, "most_sequences", lambda *layer: 1 << 16)
     call._found.cache_clear()
     yield
     call._found.cache_clear()

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-shared", "-fPIC", "-w"]
-STANDS_IN_FOR = ("tensor_cores.cuh", "rnn/machine.cuh")
+STANDS_IN_FOR = ("tensor_cores.cuh", "rnn/machine.cuh", "rnn/cluster_machine.cuh")
 
 
 class Emulated:
@@ -28,6 +28,11 @@ class Emulated:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.run
+        self._library = library
+
+    def mute(self, block: int) -> None:
+        """Lose what `block` stores into the shared memory of its cluster; -1: of no block."""
+        ctypes.c_int.in_dll(self._library, "muted_block").value = block
 
     def __call__(
         self, grid: int, block: int, shared_bytes: int, *arguments: Tensor | int | None

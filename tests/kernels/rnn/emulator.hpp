@@ -35,6 +35,10 @@ struct alignas(16) uint4 {
   u32 x, y, z, w;
 };
 
+struct alignas(8) uint2 {
+  u32 x, y;
+};
+
 namespace emulator {
 
 struct Barrier {
@@ -63,6 +67,7 @@ struct Fiber {
 
 static std::vector<Fiber> fibers;
 static std::vector<Block> blocks;
+static std::vector<Barrier> clusters;
 static std::vector<std::unique_ptr<char[]>> stacks;  // kept from run to run, and not filled
 constexpr size_t STACK_BYTES = 64 * 1024;
 static ucontext_t scheduler;
@@ -108,6 +113,7 @@ inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::functi
   body = kernel;
   grid.x = blocks_in_grid;
   blocks.assign(blocks_in_grid, Block());
+  clusters.assign(blocks_in_grid, Barrier());
   fibers.assign(static_cast<size_t>(blocks_in_grid) * threads, Fiber());
   for (int b = 0; b < blocks_in_grid; ++b) {
     Block& block = blocks[b];
@@ -151,11 +157,12 @@ inline int run(int blocks_in_grid, int threads, size_t shared_bytes, std::functi
   return 1;
 }
 
-inline float* shared_memory() {
-  float* start = current->home->shared.data();
+inline float* shared_memory_of(Block& block) {
+  float* start = block.shared.data();
   while (reinterpret_cast<uintptr_t>(start) % 16) ++start;
   return start;
 }
+inline float* shared_memory() { return shared_memory_of(*current->home); }
 
 }  // namespace emulator
 
@@ -190,6 +197,9 @@ inline float shuffle_from(float value, int lane) {
 inline float __shfl_sync(u32, float value, int lane) { return shuffle_from(value, lane); }
 inline float __shfl_xor_sync(u32, float value, int mask) {
   return shuffle_from(value, threadIdx.x % 32 ^ mask);
+}
+inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
+  return __float_as_uint(shuffle_from(__uint_as_float(value), threadIdx.x % 32 ^ mask));
 }
 inline float __shfl_down_sync(u32, float value, int distance) {
   const int lane = threadIdx.x % 32 + distance;
@@ -279,6 +289,62 @@ V load_if(bool wanted, const V* source) {
   return wanted ? *source : V{};
 }
 inline void prefetch(const void*) {}
+
+// cluster_machine.cuh; a cluster is SIZE neighbouring blocks, as of a grid of one dimension.
+typedef char* SharedAddress;
+extern "C" {
+int muted_block = -1;  // a block whose stores to others are lost, for tests of what waits for them
+}
+inline SharedAddress shared_address(const void* place) {
+  return static_cast<char*>(const_cast<void*>(place));
+}
+template <int SIZE>
+inline SharedAddress in_block(SharedAddress address, int rank) {
+  emulator::Block& there = emulator::blocks[blockIdx.x / SIZE * SIZE + rank];
+  return address - reinterpret_cast<char*>(emulator::shared_memory()) +
+         reinterpret_cast<char*>(emulator::shared_memory_of(there));
+}
+inline u64 nanoseconds() {
+  static u64 now = 0;
+  return now += 10;
+}
+struct ByteBarrier {
+  int bytes;  // that are expected and have not come
+  short arrived, round;
+};
+inline ByteBarrier& barrier_at(SharedAddress place) {
+  return *reinterpret_cast<ByteBarrier*>(place);
+}
+inline void count_bytes(ByteBarrier& barrier, int bytes) {
+  barrier.bytes += bytes;
+  if (!barrier.arrived || barrier.bytes) return;
+  barrier.arrived = 0;
+  ++barrier.round;
+}
+inline void set_up_barrier(SharedAddress place) { barrier_at(place) = {0, 0, 0}; }
+inline void expect_bytes(SharedAddress place, u32 bytes) {
+  barrier_at(place).arrived = 1;
+  count_bytes(barrier_at(place), bytes);
+}
+inline bool is_complete(SharedAddress place, u32 parity) {
+  emulator::yield();
+  return static_cast<u32>(barrier_at(place).round & 1) != parity;
+}
+template <int SIZE, class... Words>
+inline void send(SharedAddress target, SharedAddress barrier, Words... words) {
+  if (SIZE > 1 && blockIdx.x == muted_block) return;
+  const u32 all[] = {words...};
+  std::memcpy(target, all, sizeof(all));
+  if (SIZE > 1) count_bytes(barrier_at(barrier), -static_cast<int>(sizeof(all)));
+  emulator::moved = true;
+}
+template <int SIZE>
+inline void wait_for_cluster() {
+  emulator::Barrier& barrier = emulator::clusters[blockIdx.x / SIZE];
+  barrier.members = SIZE * static_cast<int>(emulator::current->home->warps.size()) * 32;
+  emulator::wait(barrier);
+}
+
 inline u32 cycles() {
   static u32 count = 0;
   return count += 100;

@@ -1,5 +1,5 @@
-// What backward.cu computes, by warpgroups' products: for half precision, and fp32 as scaled.cuh has it,
-// on Hopper.
+// What backward.cu computes, by warpgroups' products on Hopper: for half precision, and for fp32 as
+// scaled.cuh has it.
 //
 // A block takes one head of one batch: all of k, v, q and dout go to shared memory, the first tile of
 // rows with k and v before the others. A warpgroup owns 64 keys, whose dk and dv stay in registers,
@@ -11,8 +11,14 @@
 // done; then each has rows of dq = dS k. Where there is no room, OVERLAID, the last tile's dS^T lies
 // over the first tiles of q and dout, for which warpgroups wait once.
 //
-// delta is the sum of dout * out over a row; out waits for that where the second half of dS^T will lie. Memory is laid out as in backward.cu. Every sum has one
-// owner and one order: the same bits every time.
+// delta is the sum of dout * out over a row; out waits for that where the second half of dS^T will lie.
+// Memory is laid out as in backward.cu. Every sum has one owner and one order: the same bits every
+// time.
+//
+// fp32 comes through registers, each tensor behind its largest element. dS has rows as large as dout's:
+// so that small ones keep their bits in fp16, they are divided by the row's share, dout's largest in
+// the row over the largest of all, and the rows of q multiplied by it, which leaves dk's sum as it was.
+// `row_scale` holds, for each row, what takes dP to dS's units; scores and dq are brought back by it.
 
 constexpr int THREADS = 128 * GROUPS;
 constexpr int KEYS = GROUPS * TILE_ROWS;
@@ -31,7 +37,8 @@ constexpr int OUT_TILE = ROW_TILES > 1 ? 1 : 0;
 static_assert(SCALED || (DSCORE_TILES - OUT_TILE) * GROUPS >= ROW_TILES, "room for out");
 static_assert(!OVERLAID || GROUPS <= 2 * (ROW_TILES - 1), "tiles enough to lie over");
 
-extern __shared__ __align__(1024) float shared[];  // k, v, tiles of q and dout in turns, dS^T, lse, delta, scales
+// k, v, tiles of q and dout in turns, dS^T, lse, delta, row_scale
+extern __shared__ __align__(1024) float shared[];
 
 // As Masks::apply, where the sums' rows are keys and their columns rows; `key_added` is the key mask's
 // part of this thread's two keys, `factor` what a column's products are multiplied by.
@@ -226,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) hfai_attention
     else
       some_rows.leave_scales(row_scale, row_share, to_dscore);
     const float dscore_back = of_dout.back * of_values.back * 0x1p22f;
-    score_factor = score_bounded(factor * of_rows.back * of_keys.back) * (shift > 0.0f ? 0x1p36f : 0x1p22f);
+    score_factor = score_bounded(factor * of_rows.back * of_keys.back);
+    score_factor *= shift > 0.0f ? 0x1p36f : 0x1p22f;  // which row_scale takes back
     dquery_factor = bounded(scale * of_keys.back * dscore_back);
     dkey_factor = bounded(scale * of_rows.back * dscore_back);
     dvalue_factor = of_dout.back * (shift > 0.0f ? 0x1p-14f : 1.0f);

@@ -1,5 +1,5 @@
-// What forward.cu computes, by warpgroups' products: for half precision, and fp32 as scaled.cuh has it,
-// on Hopper.
+// What forward.cu computes, by warpgroups' products on Hopper: for half precision, and for fp32 as
+// scaled.cuh has it.
 //
 // A block takes one head of one batch, all of whose q, k and v go to shared memory once. Each of
 // GROUPS warpgroups takes every GROUPS-th tile of 64 rows; scores of CHUNK keys at a time are in

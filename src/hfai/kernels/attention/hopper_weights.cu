@@ -1,5 +1,5 @@
-// What weights.cu computes, averaged over heads, by warpgroups' products: for half precision, and fp32 as
-// scaled.cuh has it, on Hopper.
+// What weights.cu computes, averaged over heads, by warpgroups' products on Hopper: for half precision,
+// and for fp32 as scaled.cuh has it.
 //
 // A block takes 64 rows and KEYS keys of a batch and goes through its heads in order; the next head's
 // rows of q and keys come while this one's are multiplied, to shared memory or, fp32, to registers. A

@@ -24,7 +24,8 @@ __device__ __forceinline__ float shifted_base(float highest) {
     return highest;
 }
 
-// Of the rows of one tensor, relative to the largest, as far as they are told apart: see hopper_backward.cu.
+// The least share that a row of dout has for hopper_backward.cu: q's rows are multiplied by shares, and
+// must keep their own bits.
 constexpr float LEAST_SHARE = 0x1p-12f;
 
 struct Scale {

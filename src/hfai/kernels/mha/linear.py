@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from hfai.kernels import jit, products
 from hfai.kernels.attention.precision import allows_tf32
-from hfai.kernels.coverage import is_dense, why_not_plain, why_watched
+from hfai.kernels.coverage import dense, is_dense, why_not_plain, why_watched
 
 # Multiply-adds of a product from which on a map was measured to be faster here.
 LEAST_WORK = 51200 * 1024**2
@@ -130,6 +130,8 @@ def halves_pay(m: int, n: int, k: int) -> bool:
     work = m * n * k
     return (
         _HAS_WIDE_RESULTS
+        # A switch of torch's 2.7 and later for sums in fp16, which these scales would overflow.
+        and not getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
         and n % 8 == 0
         and k % 8 == 0
         and work * _HALF_TIME + converted * _BYTE_TIME < 0.9 * work * _TF32_TIME
@@ -143,13 +145,22 @@ def multiply_halves(a: Tensor, b: Tensor) -> Tensor:
     smaller ones add has an error of up to 2^-40 of the largest. Values that are not finite reach
     those elements that they reach in fp32.
     """
-    a_half, b_half, back = to_halves(a.contiguous(), b.contiguous())
+    a_half, b_half, back = to_halves(_aligned(dense(a)), _aligned(dense(b)))
     made: Tensor = torch.ops.aten.mm.dtype(a_half.t(), b_half, torch.float32)
     return made.mul_(back[0]).mul_(back[1])
 
 
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def to_halves(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two dense fp32 tensors of whole vectors as fp16, and [2] what their scales undo."""
+    """Return two fp32 tensors as fp16, and [2] what undoes their scales.
+
+    Args:
+        a: dense, starting on 16 bytes, a multiple of four elements.
+        b: likewise.
+    """
     device = a.get_device()
     largest = torch.zeros(2, dtype=torch.int32, device=a.device)
     halves = [torch.empty_like(t, dtype=torch.float16) for t in (a, b)]

@@ -17,7 +17,7 @@ from torch.cuda import current_device
 from hfai.kernels import jit
 from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.coverage import PLAIN_TYPES, dense, why_not_plain
-from hfai.kernels.rnn import dispatch, status, stretches, wavefront
+from hfai.kernels.rnn import cluster_dispatch, dispatch, status, stretches, wavefront
 from hfai.kernels.rnn.autograd import Sequences, apply_layer, run
 from hfai.kernels.rnn.plan import Cell, Precision
 from hfai.kernels.rnn.programs import Configuration, refused
@@ -168,6 +168,11 @@ def _found(
     if not 0 < hidden <= MOST_HIDDEN:
         return f"a hidden size of {hidden}"
     limits = jit.device_limits(device)
+    clusters = cluster_dispatch.choose_where_faster(
+        cell, hidden, directions, batch, precision, limits
+    )
+    if clusters is not None and steps >= dispatch.FEWEST_STEPS:
+        return _configuration(device, dtype, clusters)
     plan = dispatch.choose(cell, hidden, directions, batch, precision, limits)
     if plan is None:
         return f"the weights of {hidden} hidden units do not stay on the chip"

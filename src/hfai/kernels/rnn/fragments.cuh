@@ -115,6 +115,25 @@ struct Fragment {
     }
   }
 
+  // As `load`, from the 16 bytes that this lane has of row `lane / 4 + 8 * half`.
+  __device__ __forceinline__ void set_row(int half, const T (&element)[VECTOR]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int place = i / 2 * 4 + i % 2 * 2 + half;
+      if constexpr (PRECISION == HALF) {
+        word[place] = side_by_side(element[2 * i % VECTOR], element[(2 * i + 1) % VECTOR]);
+      } else {
+        word[place] = round_to_tf32(to_float(element[i]));
+        if constexpr (REST == 8) word[8 + place] = round_to_tf32(rest(to_float(element[i])));
+      }
+    }
+    if constexpr (REST == 4)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        word[8 + i * 2 + half] = pack_pair<BFloat16>(rest(to_float(element[2 * i])),
+                                                     rest(to_float(element[2 * i + 1])));
+  }
+
   // Adds the product with a chunk of the right operand.
   __device__ __forceinline__ void multiply(float (&sum)[4], const RightOperand& right) const {
     if constexpr (PRECISION == HALF) {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hfai.kernels.cooperative import RefusedError
 from hfai.kernels.rnn import status
+from hfai.kernels.rnn.cluster_plan import ClusterPlan
 from hfai.kernels.rnn.programs import Configuration, Program
 
 UNSENT = -1
@@ -100,9 +101,20 @@ def room_for(configuration: Configuration, steps: Steps, like: Tensor, save: boo
 
 
 def exchange_words(configuration: Configuration, steps: Steps) -> int:
-    """Return how many words of 4 bytes, all `UNSENT`, the blocks of a forward pass trade h in."""
+    """Return how many words of 4 bytes, all `UNSENT`, the blocks of a forward pass trade h in.
+
+    Clusters need none.
+    """
+    if isinstance(configuration.plan, ClusterPlan):
+        return 0
     elements = configuration.plan.exchange_elements(steps.steps, steps.batch)
     return elements * configuration.dtype.itemsize // 4
+
+
+def mailbox_floats(configuration: Configuration, batch: int) -> int:
+    """Return the size of `enqueue_backward`'s mailbox; clusters need none."""
+    plan = configuration.plan
+    return 0 if isinstance(plan, ClusterPlan) else plan.mailbox_floats(plan.groups(batch))
 
 
 def enqueue_forward(
@@ -140,10 +152,16 @@ def enqueue_forward(
         *_both(weights),
         *_both(in_biases),
         *_both(hidden_biases),
-        *map(_pointer, (h0, c0, exchange, made.states, made.y, made.cells, made.hn, made.cn)),
+        *map(_pointer, (h0, c0)),
+        *(() if isinstance(plan, ClusterPlan) else (_pointer(exchange),)),
+        *map(_pointer, (made.states, made.y, made.cells, made.hn, made.cn)),
         *map(_pointer, (steps.lengths, steps.offsets)),
     ]
     program = configuration.forward(save)
+    if isinstance(plan, ClusterPlan):
+        grid = plan.clusters(steps.batch) * plan.forward_shape.cluster
+        _launch_clusters(configuration, program, grid, stream, pointers, steps)
+        return
     for first, count in waves(program, plan.groups(steps.batch)):
         program.kernel.launch(
             count * plan.blocks,
@@ -217,8 +235,8 @@ def enqueue_backward(
         weights: W_hh.
         gradients: dy of these steps, dhn and dcn after them.
         made: what is filled: dgates, dh0, dc0.
-        mailbox: zeros, float32, enough for all groups at once; None: made here, for which `stream`
-            must be the current one.
+        mailbox: zeros, float32, enough for all groups at once (clusters need none); None: made
+            here, for which `stream` must be the current one.
         stream: the raw stream; all tensors must be there in its order and stay until it is done.
     """
     plan, device = configuration.plan, saved[0].device
@@ -229,6 +247,11 @@ def enqueue_backward(
         *_both(weights),
         *map(_pointer, made),
     ]
+    if isinstance(plan, ClusterPlan):
+        pointers += map(_pointer, (steps.lengths, steps.offsets))
+        grid = plan.clusters(steps.batch) * plan.backward_shape.cluster
+        _launch_clusters(configuration, program, grid, stream, pointers, steps)
+        return
     for first, count in waves(program, plan.groups(steps.batch)):
         if mailbox is None or first:
             mailbox = torch.zeros(plan.mailbox_floats(count), dtype=torch.float32, device=device)
@@ -244,6 +267,28 @@ def enqueue_backward(
             first,
             status.address(configuration.device),
         )
+
+
+def _launch_clusters(
+    configuration: Configuration,
+    program: Program,
+    grid: int,
+    stream: int,
+    pointers: Sequence[int],
+    steps: Steps,
+) -> None:
+    """Launch any number of clusters: the device runs them as it has room."""
+    if program.groups_at_once < 1:
+        raise RefusedError("the device has no room for a cluster of the recurrent kernel's blocks")
+    program.kernel.launch(
+        grid,
+        stream,
+        *pointers,
+        steps.steps,
+        steps.batch,
+        steps.rows,
+        status.address(configuration.device),
+    )
 
 
 def waves(program: Program, groups: int) -> list[tuple[int, int]]:

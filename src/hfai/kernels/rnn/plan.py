@@ -85,6 +85,11 @@ class Plan:
     """HALF only: backward's partial sums travel in half precision, half the bytes."""
 
     @property
+    def where(self) -> str:
+        """In words, for `hfai.explain`."""
+        return ""
+
+    @property
     def blocks(self) -> int:
         """Blocks of a group."""
         return -(-self.hidden // self.units)

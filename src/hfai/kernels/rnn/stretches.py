@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hfai.kernels import jit
 from hfai.kernels.rnn.autograd import Sequences
+from hfai.kernels.rnn.cluster_plan import ClusterPlan
 from hfai.kernels.rnn.launch import Steps
 from hfai.kernels.rnn.programs import Configuration
 
@@ -22,6 +23,8 @@ def stretch_count(configuration: Configuration, layers: int, sequences: Sequence
     """Return into how many stretches the steps are best cut; 1 where a wavefront gains nothing."""
     plan, steps = configuration.plan, sequences.steps
     if layers == 1 or plan.directions > 1 or sequences.batch_sizes is not None:
+        return 1
+    if isinstance(plan, ClusterPlan):  # not measured there
         return 1
     room = jit.device_limits(configuration.device).multiprocessors - LEFT_TO_PRODUCTS
     at_once = room // (plan.blocks * plan.groups(steps.batch))

@@ -185,7 +185,7 @@ def backward(
     dh0 = like.new_empty(layers, batch, hidden)
     dc0 = torch.empty_like(dh0) if plan.cell.has_c else None
     h, c = Carried(dh0), Carried(dc0)
-    floats = plan.mailbox_floats(plan.groups(batch))
+    floats = launch.mailbox_floats(configuration, batch)
     mailbox = torch.zeros(layers, stretches, floats, dtype=torch.float32, device=like.device)
     back = [
         padded(order_of_input(plan.cell, of[0]), common_width(of[0])).whole if layer else of[0]
