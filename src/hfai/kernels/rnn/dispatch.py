@@ -48,8 +48,9 @@ MOST_SEQUENCES_IN_EIGHTS = 128
 # Of many blocks that look as soon as they have sent, all look in vain, and the looks delay what is
 # being sent: forward waits so many cycles first. With fewer blocks that gains nothing, and little
 # in half precision with four columns, whose words are half as many. LSTM 985, batch 4 on an H200,
-# us a step after 0, 300, 600, 900 cycles: TF32 1.67, 1.65, 1.635, 1.64; bf16 1.29, 1.33, 1.44, 1.46; own
-# precision, after 300, 600, 900: 2.31, 2.26, 2.15. A later version, bf16 after 0, 300: 1.42, 1.32.
+# us a step after 0, 300, 600, 900 cycles: TF32 1.67, 1.65, 1.635, 1.64; bf16 1.29, 1.33, 1.44,
+# 1.46; own precision, after 300, 600, 900: 2.31, 2.26, 2.15. A later version, bf16 after 0 and 300:
+# 1.42, 1.32.
 LOOK_AFTER = 900
 LOOK_AFTER_SMALL = 300
 MANY_BLOCKS = 64
