@@ -19,7 +19,6 @@ using ::fminf;
 using ::copysignf;
 using ::fabsf;
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline float exp2_approximate(float x) { return std::exp2(x); }
 inline u32 __shfl_xor_sync(u32, u32 value, int mask) {
   return __float_as_uint(shuffle_from(__uint_as_float(value), threadIdx.x % 32 ^ mask));
 }
