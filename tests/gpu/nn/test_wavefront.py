@@ -99,7 +99,7 @@ def test_states_in_and_out_have_their_gradients(kind: str, monkeypatch: pytest.M
         assert_same_bits([found[0]], [ours(x, states if kind == "LSTM" else states[0])[0]])
     one_layer_at_a_time(monkeypatch)
     for mine, other in zip(found, everything(ours, x, states), strict=True):
-        torch.testing.assert_close(mine, other, rtol=2e-3, atol=2e-3)
+        assert error(mine, other.double()) < 1e-3  # TF32, in other sums
 
 
 def test_a_gradient_of_the_last_states_alone_flows_back() -> None:
