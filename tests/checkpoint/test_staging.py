@@ -50,6 +50,8 @@ def test_prepared_buffers_are_as_many_as_wanted_and_within_the_budget() -> None:
     pool.expect(100, make, hurried=False)
     assert pool.wait_prepared(60)
     assert pool.allocated == 4 * SEGMENT
+    for thread in makers():
+        thread.join(60)
     assert not makers()
     buffers = [pool.acquire() for _ in range(4)]
     assert len({b.data_ptr() for b in buffers if b is not None}) == 4
@@ -63,7 +65,7 @@ def test_a_thread_that_prepares_rests_as_long_as_it_works() -> None:
     begins: list[float] = []
     pool = HostPool(4 * SEGMENT)
     pool.expect(4, slowly(begins, 0.05), hurried=False)
-    assert len(makers()) == 1
+    assert pool._makers == 1
     assert pool.wait_prepared(60)
     assert all(after - before >= 0.1 for before, after in itertools.pairwise(begins))
 
@@ -196,8 +198,9 @@ def test_nothing_is_prepared_where_nothing_is_on_a_gpu(tmp_path: Path) -> None:
     with checkpoint.CheckpointManager(tmp_path, every=1) as manager:
         assert manager.resume(model, optimizer) is None
         manager.prepare(model, optimizer)
-        assert manager._pool.allocated == pool.allocated == 0
-        assert not makers()
+        for one in (pool, manager._pool):
+            assert one.wait_prepared(0), "no thread makes anything"
+            assert one.allocated == 0
     with pytest.raises(ValueError, match="closed"):
         manager.prepare(model)
     with pytest.raises(ValueError, match="two buffers"):
