@@ -89,9 +89,10 @@ def figure(name: str, page: Path, root: Path, results: Sequence[Result]) -> str:
         measured = [result for result in results if result.name == name]
         if not measured:
             own = name in DRAWN and name != "allreduce_cpu"
-            script = f"{name}.py" if own else "allreduce.py"
-            device = " --device cuda" if "cuda" in name else ""
-            return f"Not measured yet: `python benchmarks/{script}{device}` does."
+            script = f"{name.removesuffix('_grid')}.py" if own else "allreduce.py"
+            option = " --device cuda" if "cuda" in name else ""
+            option += " --grid" if name.endswith("_grid") else ""
+            return f"Not measured yet: `python benchmarks/{script}{option}` does."
         draw_one = DRAWN.get(name, allreduce_more.gpus)
         return "\n\n".join(draw_one(one) for one in measured)
     operator, _, kind = name.partition(":")

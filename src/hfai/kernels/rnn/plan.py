@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hfai.kernels.jit import DeviceLimits
 
-SHARED_BYTES_RESERVED = 1024
+SHARED_BYTES_RESERVED = 512
 MOST_AT_ONCE_OF_TILES = 8
 SPARE_REGISTERS = 24
 """Left to the compiler where fragments have moved to shared memory: the estimates are tight."""
