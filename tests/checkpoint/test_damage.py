@@ -8,6 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from hfai import checkpoint
 from hfai.checkpoint.contents import CheckpointFiles
 from hfai.checkpoint.errors import is_damage
+from hfai.checkpoint.format import decode_commit, digest
 from hfai.checkpoint.verify import verify
 from tests.checkpoint.test_manager import in_child
 from tests.checkpoint.training import Training, same
@@ -220,3 +222,26 @@ def test_errors_of_the_medium_are_damage_and_those_of_the_moment_are_not() -> No
     assert is_damage(FileNotFoundError("a store's, without a number"))
     assert not is_damage(ConnectionError("the store does not answer"))
     assert not is_damage(MemoryError())
+
+
+def test_resume_passes_over_a_checkpoint_whose_values_cannot_be_decoded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    manager = checkpoint.CheckpointManager(tmp_path, asynchronous=False)
+    for step in (1, 2):
+        manager.save(step, model, others={"seen": {1}})
+    # As a version with another mark would have written it, hashes and all.
+    newest = tmp_path / "step-00000002"
+    state = (newest / "state.json").read_bytes().replace(b'{"$set": [1]}', b'{"$set":[[1]]}')
+    state = state.replace(b'{"$set":[1]}', b'{"$set":[[1]]}')
+    (newest / "state.json").write_bytes(state)
+    record = decode_commit((newest / "COMMIT").read_bytes(), "")
+    files = {**record.files, "state.json": (len(state), digest(state))}
+    (newest / "COMMIT").write_bytes(replace(record, files=files).encode())
+    with pytest.raises(checkpoint.CheckpointError, match="step-00000002: a value cannot be dec"):
+        checkpoint.load(newest)
+    with pytest.warns(UserWarning, match="step-00000002 is not used, because its values cannot"):
+        loaded = manager.resume(model)
+    assert loaded is not None
+    assert loaded.step == 1
+    with pytest.raises(checkpoint.CheckpointError, match=r"others in .* cannot be decoded"):
+        manager.resume(model, fallback=False)

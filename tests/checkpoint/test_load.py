@@ -309,3 +309,41 @@ def test_the_state_of_a_parameter_of_any_name_is_found(tmp_path: Path) -> None:
     checkpoint.load_into(tmp_path / "a", other, loaded)
     assert torch.equal(loaded.state[other["$w"]]["exp_avg"],
                        optimizer.state[model["$w"]]["exp_avg"])  # fmt: skip
+
+
+def test_a_tied_tensor_is_read_by_any_of_its_names(tmp_path: Path) -> None:
+    training = Training()
+    checkpoint.save(tmp_path / "a", training.model, rng=False)
+    for name in ("embedding.weight", "head.weight"):
+        wanted = f"model/{name}"
+        found = checkpoint.load(tmp_path / "a", tensors=wanted.__eq__)["model"]
+        assert torch.equal(found[name], training.model.head.weight)
+        assert found["inner.weight"].is_meta
+
+
+class WithViews(nn.Module):
+    """Has buffers that share memory, with each other and with a parameter, and are not one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        buffer = torch.arange(4.0)
+        self.register_buffer("one", buffer)
+        self.register_buffer("other", buffer.detach())
+        self.register_buffer("weight", self.inner.weight.detach())
+        self.register_buffer("apart", torch.arange(4.0))
+
+
+def test_buffers_that_share_memory_do_so_when_made_from_the_meta_device(tmp_path: Path) -> None:
+    saved = WithViews()
+    checkpoint.save(tmp_path / "a", saved, rng=False)
+    with torch.device("meta"):
+        model = WithViews()
+    checkpoint.load_into(tmp_path / "a", model)
+    assert same(model.state_dict(), saved.state_dict())
+    assert model.get_buffer("one").data_ptr() == model.get_buffer("other").data_ptr()
+    assert model.get_buffer("weight").data_ptr() == model.inner.weight.data_ptr()
+    assert model.get_buffer("apart").data_ptr() != model.get_buffer("one").data_ptr()
+    assert isinstance(model.inner.weight, nn.Parameter)
+    assert model.inner.weight.requires_grad
+    assert not isinstance(model.get_buffer("weight"), nn.Parameter)

@@ -195,3 +195,22 @@ def test_a_newest_checkpoint_without_its_commit_record_is_named_and_can_be_saved
             loaded = manager.resume(state)
         assert loaded is not None
         assert loaded.step == 2
+
+
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for content in (False, True):
+        place = tmp_path / str(content)
+        place.mkdir()
+        if content:
+            checkpoint.save(place, {"w": torch.zeros(1)}, rng=False)
+        monkeypatch.chdir(place)
+        for path in (".", place, tmp_path / "link" if content else "."):
+            if path == tmp_path / "link":
+                path.symlink_to(place)  # type: ignore[union-attr]
+            with pytest.raises(OSError, match="working directory"):
+                checkpoint.save(path, {"w": torch.ones(1)}, rng=False)
+        assert bool(os.listdir(".")) == content
+        checkpoint.save("below", {"w": torch.ones(1)}, rng=False)
+        assert checkpoint.load("below")["model"]["w"] == 1

@@ -103,6 +103,90 @@ def test_diff_exits_with_3_where_tensors_differ(runs: Path, run: Run) -> None:
     assert "+ optimizer/state/inner.weight/exp_avg" in out
 
 
+def test_diff_calls_no_damaged_checkpoint_the_same(tmp_path: Path, run: Run) -> None:
+    for name in ("good", "bad"):
+        checkpoint.save(tmp_path / name, {"w": torch.arange(5000.0)}, rng=False)
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    run("diff", good, bad)
+    shard = bad / "rank-00000.safetensors"
+    data = shard.read_bytes()
+    position = len(data) - 5000
+    for content in (
+        data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :],
+        data[:5000],
+        None,
+    ):
+        shard.unlink()
+        if content is not None:
+            shard.write_bytes(content)
+        for pair in ((good, bad), (bad, good)):
+            out, err = run("diff", *pair, code=1)
+            assert out == ""
+            assert str(shard) in err
+            assert len(err.splitlines()) == 1
+
+
+def test_diff_reports_values_that_are_no_tensors(tmp_path: Path, run: Run) -> None:
+    model = {"w": torch.ones(3)}
+    seen = {8, 16, 24, 0}  # which collide in a set's table, so that their order is that of adding
+    others = {"lr": 1.0, "same": [1, {2: 3}], "list": [1, 2], "seen": seen}
+    checkpoint.save(tmp_path / "one", model, rng=False, step=1, others=others)
+    others = {"lr": 1, "same": [1, {2: 3}], "list": [1, 5], "seen": {24, 16, 8, 0}}
+    checkpoint.save(tmp_path / "two", model, rng=False, step=2, others={**others, "new": None})
+    out, _ = run("diff", tmp_path / "one", tmp_path / "two", code=3)
+    assert "1 tensors are the same, 0 differ" in out
+    found = json.loads(run("diff", tmp_path / "one", tmp_path / "two", "--json", code=3)[0])
+    assert found["values"] == ["step", "others/lr", "others/list/1", "others/new"]
+
+
+def test_list_marks_a_checkpoint_that_lacks_a_file(tmp_path: Path, run: Run) -> None:
+    for name in ("good", "gone", "cut"):
+        checkpoint.save(tmp_path / name, {"w": torch.ones(3)}, rng=False)
+    (tmp_path / "gone" / "rank-00000.safetensors").unlink()
+    os.truncate(tmp_path / "cut" / "rank-00000.safetensors", 100)
+    lines = run("list", tmp_path, code=1)[0].splitlines()
+    assert ["damaged: rank-00000.safetensors" in line for line in lines] == [True, True, False]
+    assert lines[0].startswith("cut ")
+    assert "rank-00000.safetensors is missing" in lines[2 - 1]
+    assert json.loads(run("list", tmp_path, "--json", code=1)[0])["damaged"] == 2
+
+
+def test_names_are_printed_with_control_characters_escaped(tmp_path: Path, run: Run) -> None:
+    odd = {"a\x1b[31m\nb ü": torch.ones(1), "w": torch.ones(1)}
+    checkpoint.save(tmp_path / "odd", odd, rng=False, others={"x\n": 1})
+    checkpoint.save(tmp_path / "plain", {"w": torch.ones(1)}, rng=False)
+    out, _ = run("show", tmp_path / "odd")
+    assert "model/a\\x1b[31m\\nb ü  float32" in out
+    assert "others   x\\n" in out
+    assert "\x1b" not in out
+    out, _ = run("diff", tmp_path / "odd", tmp_path / "plain", code=3)
+    assert out.splitlines()[0] == "- model/a\\x1b[31m\\nb ü"
+
+
+def test_convert_keeps_members_whose_names_meet(tmp_path: Path, run: Run) -> None:
+    content = {"model": {"w": torch.ones(1)}, "rng": torch.tensor(1), "rng_": torch.tensor(2)}
+    torch.save(content, tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "a")
+    loaded = checkpoint.load(tmp_path / "a")
+    assert (int(loaded["rng_"]), int(loaded["rng__"])) == (2, 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_convert_of_a_damaged_distributed_checkpoint_is_one_line(tmp_path: Path, run: Run) -> None:
+    from tests.checkpoint.test_convert import save_dcp
+
+    source = tmp_path / "dcp"
+    save_dcp(source, {"model": {"w": torch.ones(1000)}})
+    assert run("convert", source, tmp_path / "good")[1] == ""
+    (file,) = source.glob("*.distcp")
+    for damage in (lambda: os.truncate(file, 100), file.unlink):
+        damage()
+        _, err = run("convert", source, tmp_path / "bad", code=1)
+        assert f"{source} cannot be read, a file in it is damaged or missing: " in err
+        assert len(err.splitlines()) == 1
+        assert not (tmp_path / "bad").exists()
+
+
 def test_convert_from_torch_and_to_safetensors(runs: Path, tmp_path: Path, run: Run) -> None:
     from safetensors.torch import load_file
 

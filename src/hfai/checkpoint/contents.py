@@ -17,6 +17,7 @@ from hfai.checkpoint.errors import (
     NoCheckpointError,
     RemovedCheckpointError,
     is_damage,
+    nested_too_deeply,
 )
 from hfai.checkpoint.format import (
     COMMIT,
@@ -127,7 +128,9 @@ class CheckpointFiles:
                 self._state = {
                     name: state[name] for name in ("complete", "values", "tensors", "aliases")
                 }
-            except (KeyError, TypeError, ValueError, RecursionError) as error:
+            except RecursionError as error:
+                raise nested_too_deeply(path) from error
+            except (KeyError, TypeError, ValueError) as error:
                 raise DamagedCheckpointError(f"{path}: {error}", path=path) from error
         return self._state
 

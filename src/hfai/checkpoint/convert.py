@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from hfai.checkpoint.parts import bytes_of
 from hfai.checkpoint.reader import Wanted, read
 from hfai.checkpoint.state import RESERVED
 from hfai.checkpoint.storage import PathLike
+from hfai.checkpoint.tree import need_storable
 
 if TYPE_CHECKING:
     from ffrecord import StoreOptions
@@ -63,7 +65,7 @@ def import_dcp(source: PathLike, target: PathLike, storage: StoreOptions | None 
         storage: For object stores.
 
     Raises:
-        CheckpointError: It is no such directory.
+        CheckpointError: It is no such directory, or its files are damaged or missing.
     """
     from torch.distributed import checkpoint
 
@@ -80,8 +82,25 @@ def import_dcp(source: PathLike, target: PathLike, storage: StoreOptions | None 
             flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         else:
             flat[name] = None
-    dcp.load(flat, storage_reader=reader, no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that one process loads
+            dcp.load(flat, storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as error:  # no Exception; it has tracebacks in its text
+        causes = [cause for cause, _ in error.failures.values()]
+        raise _unreadable(source, causes[0] if causes else error) from error
+    except Exception as error:
+        raise _unreadable(source, error) from error
     _save_parts(source, _nested(flat, metadata.planner_data), target, storage)
+
+
+def _unreadable(source: PathLike, error: BaseException) -> CheckpointError:
+    """Return what to raise when a file of a DCP directory cannot be read."""
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines else type(error).__name__
+    if isinstance(error, FileNotFoundError) and error.filename:
+        line = f"{error.filename} is missing"
+    return CheckpointError(f"{source} cannot be read, a file in it is damaged or missing: {line}")
 
 
 def export_safetensors(
@@ -138,6 +157,10 @@ def _header(order: list[str], infos: Mapping[str, TensorInfo], lead: str) -> byt
         if code == "U8" and info.dtype != "uint8":
             raise CheckpointError(f"{name} is {info.dtype}, which safetensors files do not have")
         length = torch.Size(info.shape).numel() * item
+        try:
+            need_storable(name.removeprefix(lead))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
         entries[name.removeprefix(lead)] = {
             "dtype": code,
             "shape": list(info.shape),
@@ -168,7 +191,7 @@ def _save_parts(
             model,
             optimizer,
             scheduler,
-            {_free(name): value for name, value in rest.items()},
+            {_free(name, rest): value for name, value in rest.items()},
             scaler=scaler,
             rng=False,
             storage=storage,
@@ -179,9 +202,16 @@ def _save_parts(
         raise CheckpointError(f"{source} cannot be stored: {error}") from error
 
 
-def _free(name: Any) -> Any:
-    """Return a name for a value; one that a checkpoint has for its own gets a "_" behind it."""
-    return f"{name}_" if name in RESERVED else name
+def _free(name: Any, taken: Collection[Any]) -> Any:
+    """Return a name for a value.
+
+    One that a checkpoint has for its own gets a "_" behind it, or more where that is taken.
+    """
+    if name not in RESERVED:
+        return name
+    while name in RESERVED or name in taken:
+        name = f"{name}_"
+    return name
 
 
 def _take(rest: dict[str, Any], names: Sequence[str]) -> dict[str, Any] | None:

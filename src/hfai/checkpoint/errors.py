@@ -42,6 +42,18 @@ class StateMismatchError(CheckpointError, ValueError):
     """A checkpoint holds other names, shapes or types than what it is to be loaded into."""
 
 
+class UndecodableError(CheckpointError, ValueError):
+    """A value has the bytes that were written, and this version cannot make it of them."""
+
+
+def nested_too_deeply(what: str) -> CheckpointError:
+    """Return the error of a reader that ran out of stack, which says nothing of the bytes."""
+    return CheckpointError(
+        f"{what} is nested too deeply for the calls that are open here: load it from fewer nested "
+        "calls, or raise the limit (sys.setrecursionlimit)"
+    )
+
+
 def is_damage(error: Exception) -> bool:
     """Whether an error of reading says that a checkpoint is damaged or lacks files."""
     lost = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # stores give no errno

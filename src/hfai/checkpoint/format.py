@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from hfai.checkpoint.errors import CheckpointError, DamagedCheckpointError, nested_too_deeply
 
 FORMAT = "hfai-checkpoint"
 VERSION = 1
@@ -186,7 +186,9 @@ def decode_index(data: bytes, path: str) -> Index:
             raise ValueError(f"its chunks have {index.chunk} bytes")
         for piece in index.slices:
             _check_slice(piece, index)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except RecursionError as error:
+        raise nested_too_deeply(path) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise DamagedCheckpointError(f"{path} is no index: {error}", path=path) from error
@@ -291,7 +293,9 @@ def decode_commit(data: bytes, path: str) -> Commit:
             content["epoch"],
             content["versions"],
         )
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except RecursionError as error:
+        raise nested_too_deeply(path) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise DamagedCheckpointError(f"{path} is no commit record: {error}", path=path) from error

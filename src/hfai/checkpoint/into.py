@@ -33,6 +33,7 @@ class Places:
         device: Where tensors of the meta device are made.
 
     Attributes:
+        path: The checkpoint, for messages.
         wanted: What is to be read.
         missing: Names that the checkpoint does not have.
         unexpected: Names that nobody asked for.
@@ -51,7 +52,8 @@ class Places:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.device = device
-        self._path, self._infos, self._aliases = path, infos, aliases
+        self.path = path
+        self._infos, self._aliases = infos, aliases
         self._strict, self._cast = strict, cast
         self._asked: set[str] = set()
         self._made: dict[str, Tensor] = {}
@@ -174,7 +176,7 @@ class Places:
         if found:
             hint = "" if self._wrong or self._valueless else " (strict=False loads what both have)"
             raise StateMismatchError(
-                f"{self._path} does not fit: {'; '.join(found[: _SHOWN + 2])}{hint}"
+                f"{self.path} does not fit: {'; '.join(found[: _SHOWN + 2])}{hint}"
             )
 
     def settle(self) -> None:
@@ -308,12 +310,15 @@ def id_of(tensor: Any) -> tuple[object, ...]:
 
 
 def _materialize(model: nn.Module, places: Places) -> dict[str, Tensor]:
-    """Make memory for what is on the meta device; what was one tensor before stays one.
+    """Make memory for what is on the meta device.
+
+    What was one tensor before stays one, and tensors that were the same memory stay so.
 
     Returns:
         What was made, by its name.
     """
     made: dict[int, Tensor] = {}
+    memory: dict[tuple[object, ...], Tensor] = {}
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         stores: list[Any] = [module._parameters, module._buffers]
@@ -322,7 +327,12 @@ def _materialize(model: nn.Module, places: Places) -> dict[str, Tensor]:
                 if old is None or not old.is_meta:
                     continue
                 if id(old) not in made:
-                    new = torch.empty_like(old, device=places.device)
+                    shared = memory.get(_meta_id_of(old))
+                    if shared is None:
+                        new = torch.empty_like(old, device=places.device)
+                        memory[_meta_id_of(old)] = new
+                    else:
+                        new = shared.detach()
                     if isinstance(old, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=old.requires_grad)
                     made[id(old)] = new
@@ -330,6 +340,13 @@ def _materialize(model: nn.Module, places: Places) -> dict[str, Tensor]:
                 store[name] = made[id(old)]
                 places.on_failure(functools.partial(store.__setitem__, name, old))
     return found
+
+
+def _meta_id_of(tensor: Any) -> tuple[object, ...]:
+    """Return what tells memory from others on the meta device, where it has no address."""
+    local = local_of(tensor)
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), tuple(local.shape), local.stride(), local.dtype
 
 
 def listed(names: list[str]) -> str:

@@ -77,26 +77,28 @@ def load_values(
         device: Where tensors are made; the meta device: nothing is read.
         threads: That read.
         rank: Whose own values are given.
-        wanted: Names of tensors that are read; the others stay on the meta device.
+        wanted: Names of tensors that are read, a tied one by any of its names; the others stay on
+            the meta device.
         progress: Called with numbers of bytes.
     """
     values, own = encoded_values(files, rank)
     infos, aliases = tensor_infos(files, rank), files.aliases(rank)
     made: dict[str, Tensor] = {}
+    asked = {aliases[name] for name in aliases if wanted(name)}  # by another name
 
     def fetch(name: str) -> Tensor:
         name = aliases.get(name, name)
         if name not in made:
             if name not in infos:
                 raise MissingTensorError(f"{files.path} has no tensor {name}")
-            place = device if wanted(name) else torch.device("meta")
+            place = device if name in asked or wanted(name) else torch.device("meta")
             dtype = getattr(torch, infos[name].dtype)
             made[name] = torch.empty(infos[name].shape, dtype=dtype, device=place)
         return made[name]
 
     # Twice: arrays are made from tensors that are filled by then.
     for encoded in (values, own):
-        for name in tree.names_in(encoded):
+        for name in tree.names_in(encoded, f"{files.path}: a value"):
             fetch(name)
     items = [
         Wanted(name, (0,) * tensor.ndim, tensor)
@@ -344,8 +346,8 @@ def _rest(
         decoded.append(("per_rank", own["per_rank"]))
     if rng and "rng" in own:
         decoded.append(("rng", own["rng"]))
-    for _, encoded in decoded:
-        for name in tree.names_in(encoded):
+    for part, encoded in decoded:
+        for name in tree.names_in(encoded, f"{part} in {places.path}"):
             places.make(name)
 
     def act() -> tuple[dict[str, Any], Any]:

@@ -15,13 +15,20 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hfai.checkpoint.errors import CheckpointError, NoCheckpointError, is_damage
+from hfai.checkpoint.errors import (
+    CheckpointError,
+    NoCheckpointError,
+    UndecodableError,
+    is_damage,
+)
 from hfai.checkpoint.loading import Loaded, check_into, load_into
 from hfai.checkpoint.peers import Peers
 from hfai.checkpoint.retention import step_name, step_of, steps_of
 from hfai.checkpoint.storage import Location
 
 _T = TypeVar("_T")
+# Kinds of failures behind which an earlier checkpoint is taken.
+_PASSED_OVER = {"damage": "it is damaged", "coding": "its values cannot be decoded"}
 _MOST_LISTS = 10  # how often is looked for what is there, when checkpoints go while they are read
 
 
@@ -91,14 +98,15 @@ class Resumption:
             kind, text = failure
             if kind == "gone":
                 raise NoCheckpointError(text)
-            if kind != "damage":
+            if kind not in _PASSED_OVER:
                 raise CheckpointError(f"resuming from {location.path} failed on {text}")
             last = error or CheckpointError(text)
             if not fallback:
                 raise last
             if self._peers.rank == 0 or error is not None:
                 warnings.warn(
-                    f"{location.path} is not used, because it is damaged: {text}", stacklevel=4
+                    f"{location.path} is not used, because {_PASSED_OVER[kind]}: {text}",
+                    stacklevel=4,
                 )
         if last is not None:
             raise last
@@ -143,7 +151,8 @@ class Resumption:
             said = f"{_kind(error)} rank {peers.rank}: {error}".encode()
         peers.set(f"{key}/{peers.rank}", said)
         found = peers.wait([f"{key}/{rank}" for rank in range(peers.world)], "resume")
-        # By kind: other, gone, damage. Damage that one sees may be the removal that another sees.
+        # By kind: other, gone, damage, coding. Damage that one sees may be the removal that another
+        # sees.
         failures = sorted((text.decode() for text in found if text), reverse=True)
         if not failures:
             return None
@@ -154,6 +163,8 @@ class Resumption:
 def _kind(error: Exception) -> str:
     if isinstance(error, NoCheckpointError):
         return "gone"
+    if isinstance(error, UndecodableError):
+        return "coding"
     return "damage" if is_damage(error) else "other"
 
 

@@ -4,7 +4,7 @@ What JSON has no word for is an object with one member whose name begins with "$
 
     {"$tensor": name}                      a tensor of the shard files
     {"$array": name}                       the same, as a NumPy array
-    {"$tuple": [...]}, {"$set": [...]}
+    {"$tuple": [...]}, {"$set": [...]}, {"$frozenset": [...]}
     {"$dict": [[key, value], ...]}         keys that are no strings, or begin with "$"
     {"$float": "nan" | "inf" | "-inf"}
     {"$complex": [real, imaginary]}
@@ -12,23 +12,32 @@ What JSON has no word for is an object with one member whose name begins with "$
     {"$numpy": [type, value]}              a NumPy scalar
     {"$dtype": name}, {"$device": name}    of torch
 
-Nothing else is taken: no object whose class would have to be found again to load it.
+Nothing else is taken: no object whose class would have to be found again to load it. Containers are
+at most MOST_LEVELS deep, so that what was saved can be loaded below any usual number of open calls.
+
+Shard files are safetensors files, so that names of tensors are what that format can have.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from hfai.checkpoint.errors import UndecodableError, nested_too_deeply
+
 # Gives the tensor a name refers to.
 Fetch = Callable[[str], torch.Tensor]
 _PLAIN = (type(None), bool, int, str)
+# Containers in containers. A level takes up to three of the interpreter's 1000 calls.
+MOST_LEVELS = 100
+_MOST_SHOWN = 80  # characters of the way to what is too deep
 _MOST_BITS = 14_000  # of an int; Python reads and writes no more than 4300 digits unless told to
 
 
@@ -42,7 +51,8 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
     Raises:
         TypeError: Something in it is none of them.
-        ValueError: It contains itself, or two ways to tensors have one name.
+        ValueError: It contains itself, is nested too deeply, or names of tensors are not unique or
+            none that safetensors files can have.
     """
     return _Encoder(tensors).encode(value, name)
 
@@ -77,6 +87,12 @@ class _Encoder:
             return {"$array": self._keep(name, torch.from_numpy(native))}
         if id(value) in self._open:
             raise ValueError(f"{name} contains itself")
+        if len(self._open) >= MOST_LEVELS:
+            shown = name if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]}…"
+            raise ValueError(
+                f"{shown} is nested too deeply: at most {MOST_LEVELS} lists, tuples, sets or dicts "
+                "in each other are stored"
+            )
         self._open.add(id(value))
         try:
             return self._encode_container(value, name)
@@ -88,7 +104,7 @@ class _Encoder:
             items = [self.encode(item, f"{name}/{at}") for at, item in enumerate(value)]
             if type(value) is list:
                 return items
-            return {"$set" if isinstance(value, (set, frozenset)) else "$tuple": items}
+            return {_MARKS.get(type(value), "$tuple"): items}
         if type(value) in (dict, OrderedDict, defaultdict):
             plain = all(type(key) is str and not key.startswith("$") for key in value)
             if plain:
@@ -107,8 +123,29 @@ class _Encoder:
     def _keep(self, name: str, tensor: torch.Tensor) -> str:
         if name in self._tensors:
             raise ValueError(f"two tensors would be named {name!r}: rename one of the keys")
+        need_storable(name)
         self._tensors[name] = tensor
         return name
+
+
+def need_storable(name: str) -> None:
+    """Refuse a name of a tensor that safetensors files cannot have.
+
+    Raises:
+        ValueError: It is the format's own, or no Unicode text.
+    """
+    if name == _METADATA or name.endswith(f"/{_METADATA}"):
+        raise ValueError(
+            f"the tensor {name!r} has a name that safetensors files use for themselves "
+            f"({_METADATA}): rename it"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"the tensor {name!r} has a name with lone surrogates, which is no Unicode text and "
+            "cannot be in a safetensors file: rename it"
+        ) from None
 
 
 def _encode_simple(value: Any) -> Any:
@@ -132,23 +169,40 @@ def _encode_simple(value: Any) -> Any:
     return None
 
 
-def decode(value: Any, fetch: Fetch) -> Any:
+def decode(value: Any, fetch: Fetch, name: str = "a value") -> Any:
     """Return what `encode` was given; all tuples are tuples, all dicts dicts.
 
     Args:
         value: JSON types.
         fetch: Called for each tensor.
+        name: Of the value, for messages.
 
     Raises:
-        ValueError: It is nothing that `encode` makes.
+        UndecodableError: It is nothing that `encode` makes.
+        CheckpointError: It is nested too deeply for the calls that are open.
     """
+    with _decoding(name):
+        return _decode(value, fetch)
+
+
+@contextlib.contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise nested_too_deeply(name) from error
+    except (TypeError, ValueError, IndexError) as error:
+        raise UndecodableError(f"{name} cannot be decoded: {error}") from error
+
+
+def _decode(value: Any, fetch: Fetch) -> Any:
     if isinstance(value, list):
-        return [decode(item, fetch) for item in value]
+        return [_decode(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
     mark = next(iter(value), "")
     if not mark.startswith("$"):
-        return {key: decode(item, fetch) for key, item in value.items()}
+        return {key: _decode(item, fetch) for key, item in value.items()}
     if len(value) != 1 or mark not in _DECODERS:
         raise ValueError(f"the mark {mark!r} is not known")
     return _DECODERS[mark](value[mark], fetch)
@@ -165,22 +219,28 @@ def members(encoded: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the members of an encoded dict, still encoded, whatever its keys are."""
     if "$dict" not in encoded:
         return dict(encoded)
-    return {decode(key, _no_tensor): value for key, value in encoded["$dict"]}
+    with _decoding("a dict"):
+        return {_decode(key, _no_tensor): value for key, value in encoded["$dict"]}
 
 
 def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError(f"{name} is a tensor that is a key of a dict")
 
 
-def names_in(value: Any) -> list[str]:
-    """Return the names of all tensors in encoded values, in order."""
+def names_in(value: Any, name: str = "a value") -> list[str]:
+    """Return the names of all tensors in encoded values, in order; errors are those of `decode`."""
     found: list[str] = []
-    decode(value, lambda name: found.append(name) or _NOTHING)  # type: ignore[func-returns-value]
+
+    def fetch(tensor: str) -> torch.Tensor:
+        found.append(tensor)
+        return _NOTHING
+
+    decode(value, fetch, name)
     return found
 
 
 def _decode_numpy(value: Any, fetch: Fetch) -> Any:
-    return np.dtype(value[0]).type(decode(value[1], fetch))
+    return np.dtype(value[0]).type(_decode(value[1], fetch))
 
 
 def _decode_dtype(value: Any, fetch: Fetch) -> Any:
@@ -196,17 +256,27 @@ def _decode_array(value: Any, fetch: Fetch) -> Any:
     return tensor if tensor.is_meta else tensor.cpu().numpy()
 
 
+def _decode_device(value: Any, fetch: Fetch) -> Any:
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"torch has no device {value!r}") from error
+
+
 _NOTHING = torch.empty(0)
+_METADATA = "__metadata__"
+_MARKS: Mapping[type, str] = {set: "$set", frozenset: "$frozenset"}
 _DECODERS: Mapping[str, Callable[[Any, Fetch], Any]] = {
     "$tensor": lambda value, fetch: fetch(value),
     "$array": _decode_array,
-    "$tuple": lambda value, fetch: tuple(decode(item, fetch) for item in value),
-    "$set": lambda value, fetch: {decode(item, fetch) for item in value},
-    "$dict": lambda value, fetch: {decode(k, fetch): decode(v, fetch) for k, v in value},
+    "$tuple": lambda value, fetch: tuple(_decode(item, fetch) for item in value),
+    "$set": lambda value, fetch: {_decode(item, fetch) for item in value},
+    "$frozenset": lambda value, fetch: frozenset(_decode(item, fetch) for item in value),
+    "$dict": lambda value, fetch: {_decode(k, fetch): _decode(v, fetch) for k, v in value},
     "$float": lambda value, fetch: float(value),
-    "$complex": lambda value, fetch: complex(*(decode(part, fetch) for part in value)),
+    "$complex": lambda value, fetch: complex(*(_decode(part, fetch) for part in value)),
     "$bytes": lambda value, fetch: base64.b64decode(value),
     "$numpy": _decode_numpy,
     "$dtype": _decode_dtype,
-    "$device": lambda value, fetch: torch.device(value),
+    "$device": _decode_device,
 }

@@ -18,6 +18,7 @@ from hfai.cli.checkpoint_common import (
     debug_option,
     exists,
     json_option,
+    printable,
     progress_of,
     size_text,
     summary,
@@ -48,7 +49,10 @@ def command() -> None:
 @json_option
 @debug_option
 def list_command(directory: str, json: bool) -> None:
-    """Print the checkpoints in DIRECTORY, one a line; what was never finished is left out."""
+    """Print the checkpoints in DIRECTORY, one a line; what was never finished is left out.
+
+    Exits with 1 if one lacks a file or has one of another size; bytes are for `verify`.
+    """
     from hfai.checkpoint.errors import CheckpointError
     from hfai.checkpoint.storage import locate
 
@@ -60,7 +64,9 @@ def list_command(directory: str, json: bool) -> None:
     for name in names:
         location = place.child(name) if name else place
         try:
-            rows.append({"name": name or os.path.basename(place.path), **summary(location)})
+            row = {"name": name or os.path.basename(place.path), **summary(location)}
+            damaged += bool(row["lacking"])
+            rows.append(row)
         except CheckpointError as error:
             damaged += 1
             rows.append({"name": name, "path": location.path, "error": str(error)})
@@ -69,15 +75,17 @@ def list_command(directory: str, json: bool) -> None:
     elif not rows:
         click.echo(f"no checkpoints in {place.path}", err=True)
     else:
-        width = max(len(row["name"]) for row in rows)
+        width = max(len(printable(row["name"])) for row in rows)
         for row in rows:
+            name = printable(row["name"])
             if "error" in row:
-                click.echo(f"{row['name']:<{width}}  {row['error']}")
+                click.echo(f"{name:<{width}}  {printable(row['error'])}")
                 continue
             step = "" if row["step"] is None else f"step {row['step']}"
             click.echo(
-                f"{row['name']:<{width}}  {row['created']}  {size_text(row['bytes']):>10}  "
+                f"{name:<{width}}  {row['created']}  {size_text(row['bytes']):>10}  "
                 f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''}  {step}".rstrip()
+                + (f"  damaged: {', '.join(row['lacking'])}" if row["lacking"] else "")
             )
     if damaged:
         sys.exit(1)
@@ -114,16 +122,16 @@ def show(path: str, tensors: bool, json: bool) -> None:
     rows = result.pop("tensors")
     for key in ("path", "step", "epoch", "created", "ranks", "files"):
         if result[key] is not None:
-            click.echo(f"{key:<8} {result[key]}")
+            click.echo(f"{key:<8} {printable(str(result[key]))}")
     click.echo(f"{'size':<8} {size_text(result['bytes'])}, {len(rows)} tensors")
-    click.echo(f"{'others':<8} {', '.join(result['values']) or 'none'}")
+    click.echo(f"{'others':<8} {', '.join(map(printable, result['values'])) or 'none'}")
     if tensors:
-        width = max(map(len, [*rows, *aliases, ""]))
+        width = max(len(printable(name)) for name in [*rows, *aliases, ""])
         for name, row in rows.items():
             shape = "×".join(map(str, row["shape"])) or "a number"
-            click.echo(f"{name:<{width}}  {row['dtype']:<14} {shape}")
+            click.echo(f"{printable(name):<{width}}  {row['dtype']:<14} {shape}")
         for name, target in sorted(aliases.items()):
-            click.echo(f"{name:<{width}}  the same tensor as {target}")
+            click.echo(f"{printable(name):<{width}}  the same tensor as {printable(target)}")
 
 
 @command.command()
@@ -187,7 +195,7 @@ def verify(path: str, threads: int, json: bool) -> None:
     for result in results if not json else ():
         damaged = result["damaged"]
         for damage in damaged:
-            click.echo(damage["message"], err=True)
+            click.echo(printable(damage["message"]), err=True)
         for name in result["unknown_files"]:
             click.echo(
                 f"{result['path']}/{name} belongs to no checkpoint; nothing reads it", err=True
@@ -204,9 +212,9 @@ def verify(path: str, threads: int, json: bool) -> None:
 @json_option
 @debug_option
 def diff(first: str, second: str, json: bool) -> None:
-    """Compare the tensors of two checkpoints bit for bit; exits with 3 if they differ.
+    """Compare two checkpoints bit for bit; exits with 3 if they differ, with 1 if one is damaged.
 
-    Of tensors that both store in the same slices, only hashes are compared.
+    Every byte of both is verified first. Besides tensors, step, epoch and all other values count.
     """
     from hfai.checkpoint.compare import compare
 
@@ -215,14 +223,16 @@ def diff(first: str, second: str, json: bool) -> None:
     if json:
         click.echo(json_module.dumps(found._asdict()))
     else:
-        for sign, names in (("-", found.removed), ("+", found.added), ("≠", found.changed)):
+        signs = (("-", found.removed), ("+", found.added), ("≠", found.changed + found.values))
+        for sign, names in signs:
             for name in names:
-                click.echo(f"{sign} {name}")
+                click.echo(f"{sign} {printable(name)}")
         click.echo(
             f"{found.same} tensors are the same, {len(found.changed)} differ, "
-            f"{len(found.removed)} only in {first}, {len(found.added)} only in {second}"
+            f"{len(found.removed)} only in {first}, {len(found.added)} only in {second}; "
+            f"{len(found.values)} other values differ"
         )
-    if found.added or found.removed or found.changed:
+    if found.added or found.removed or found.changed or found.values:
         sys.exit(DIFFERENT)
 
 

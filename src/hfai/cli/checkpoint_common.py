@@ -95,6 +95,7 @@ def summary(location: Location) -> dict[str, Any]:
 
     with CheckpointFiles(location) as files:
         commit = files.commit
+        there = files.location.files()
         return {
             "path": files.path,
             "step": commit.step,
@@ -104,7 +105,24 @@ def summary(location: Location) -> dict[str, Any]:
             "files": len(commit.files) + 1,
             "bytes": sum(size for size, _ in commit.files.values()),
             "versions": dict(commit.versions),
+            "lacking": [
+                f"{name} is missing"
+                if name not in there
+                else f"{name} has {there[name]} of {size} bytes"
+                for name, (size, _) in sorted(commit.files.items())
+                if there.get(name) != size
+            ],
         }
+
+
+def printable(text: str) -> str:
+    """Return a text whose control characters, and what else has no glyph, are escaped.
+
+    Names come from files, and must neither make lines of their own nor command the terminal.
+    """
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def exists(location: Location) -> bool:

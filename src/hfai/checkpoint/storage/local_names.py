@@ -5,6 +5,7 @@ See local.py for the rules that these steps make up.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -47,8 +48,17 @@ def put_in_place(work: Path, target: Path) -> None:
 def need_replaceable(target: Path) -> None:
     """Refuse to replace what is no checkpoint, whole or without its commit record.
 
-    An empty directory may be replaced.
+    An empty directory may be replaced, but for this process's working directory: it would be taken
+    from under the process, whose relative paths then lead nowhere.
     """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if os.path.samefile(target, os.curdir):
+            raise OSError(
+                errno.EBUSY,
+                "is this process's working directory, which a save would replace: give a path in "
+                "it, such as ./checkpoint",
+                str(target),
+            )
     if target.is_symlink():
         raise FileExistsError(
             errno.EEXIST,
