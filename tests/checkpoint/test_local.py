@@ -206,11 +206,12 @@ def test_the_working_directory_is_not_replaced(
         if content:
             checkpoint.save(place, {"w": torch.zeros(1)}, rng=False)
         monkeypatch.chdir(place)
-        for path in (".", place, tmp_path / "link" if content else "."):
-            if path == tmp_path / "link":
-                path.symlink_to(place)  # type: ignore[union-attr]
+        for path in (".", place):
             with pytest.raises(OSError, match="working directory"):
                 checkpoint.save(path, {"w": torch.ones(1)}, rng=False)
         assert bool(os.listdir(".")) == content
         checkpoint.save("below", {"w": torch.ones(1)}, rng=False)
         assert checkpoint.load("below")["model"]["w"] == 1
+    monkeypatch.chdir(place / "below")
+    with pytest.raises(OSError, match="working directory"):
+        checkpoint.save("..", {"w": torch.ones(1)}, rng=False)

@@ -48,17 +48,9 @@ def put_in_place(work: Path, target: Path) -> None:
 def need_replaceable(target: Path) -> None:
     """Refuse to replace what is no checkpoint, whole or without its commit record.
 
-    An empty directory may be replaced, but for this process's working directory: it would be taken
-    from under the process, whose relative paths then lead nowhere.
+    An empty directory may be replaced. What has this process's working directory in it may not:
+    that would be taken from under the process, whose relative paths would lead nowhere.
     """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if os.path.samefile(target, os.curdir):
-            raise OSError(
-                errno.EBUSY,
-                "is this process's working directory, which a save would replace: give a path in "
-                "it, such as ./checkpoint",
-                str(target),
-            )
     if target.is_symlink():
         raise FileExistsError(
             errno.EEXIST,
@@ -66,12 +58,22 @@ def need_replaceable(target: Path) -> None:
             "or remove it",
             str(target),
         )
-    if not target.exists() or (target / COMMIT).is_file() or is_headless(target):
+    if not target.exists():
         return
-    if not target.is_dir() or any(target.iterdir()):
+    replaceable = (target / COMMIT).is_file() or is_headless(target)
+    if not replaceable and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(
             errno.EEXIST, "is there and is no checkpoint: give another name", str(target)
         )
+    with contextlib.suppress(FileNotFoundError):  # of a directory that is removed already
+        here, real = Path.cwd(), target.resolve()
+        if real in (here, *here.parents):
+            raise OSError(
+                errno.EBUSY,
+                "is, or has in it, this process's working directory, which a save would remove: "
+                "give another name, such as ./checkpoint",
+                str(target),
+            )
 
 
 def exchange(first: Path, second: Path) -> bool:
