@@ -67,8 +67,8 @@ def grid_summary(result: Result) -> str:
     apart = len(result.measured) - sizes
     without = f"; {apart} more without a comparison: one side failed its check" if apart else ""
     summary = (
-        f"{sizes} sizes, forward and backward apart ({skipped} more do not fit in memory{without}): "
-        f"hfai is slower than the best of {' and '.join(others)} in {len(slower)} of "
+        f"{sizes} sizes, forward and backward apart ({skipped} more do not fit in memory{without})"
+        f": hfai is slower than the best of {' and '.join(others)} in {len(slower)} of "
         f"{len(compared)} (by more than 3 % and 0.3 µs)."
     )
     lines = [summary]
