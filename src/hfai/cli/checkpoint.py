@@ -67,7 +67,7 @@ def list_command(directory: str, json: bool) -> None:
             row = {"name": name or os.path.basename(place.path), **summary(location)}
             damaged += bool(row["lacking"])
             rows.append(row)
-        except CheckpointError as error:
+        except (CheckpointError, FileNotFoundError) as error:  # perhaps removed meanwhile
             damaged += 1
             rows.append({"name": name, "path": location.path, "error": str(error)})
     if json:
