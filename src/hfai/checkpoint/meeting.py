@@ -27,6 +27,7 @@ class Meeting:
 
     Attributes:
         alike: Whether all ranks have the same names.
+        changed: Whether what ranks write is not what they wrote in the save before.
         known: All tensors but those of one rank alone: name -> type and shape.
     """
 
@@ -35,6 +36,7 @@ class Meeting:
         self._signature: Any = None
         self._planned: list[Planned] = []
         self.alike = True
+        self.changed = True
         self.known: dict[str, list[Any]] = {}
 
     def forget(self) -> None:
@@ -55,14 +57,16 @@ class Meeting:
         """
         signature = [part._replace(local=None) for part in parts]  # type: ignore[arg-type]
         same = signature == self._signature
-        shared = [_description(p) for p in parts if not p.name.startswith(PRIVATE)]
+        common = [part for part in parts if not part.name.startswith(PRIVATE)]
+        shared = [_description(part) for part in common]
         text = "" if same else json.dumps(shared)
         if self._peers.world > 1:
             said = f"{number}/names/{self._peers.rank}"
             self._peers.set(said, b"same" if same else digest(text.encode()).encode())
+        self.changed = not same
         if same:
             return self._planned
-        holders = self._meet(number, text, parts)
+        holders = self._meet(number, text, common)
         if self.alike:
             self.known = {name: [dtype, shape] for name, dtype, shape, _ in shared}
         self._planned = plan(parts, holders, primary)
@@ -70,10 +74,11 @@ class Meeting:
         return self._planned
 
     def _meet(self, number: int, text: str, parts: list[Part]) -> Any:
-        """Learn which ranks hold which plain tensors."""
+        """Learn which ranks hold the same boxes."""
         world, rank = self._peers.world, self._peers.rank
+        everyone = (world, rank, "all")
         if world == 1:
-            return lambda name: (1, 0, "")
+            return lambda part: part.replicas or (1, 0, "")
         keys = [f"{number}/names/{peer}" for peer in range(world)]
         found = self._peers.wait(keys, f"save {number}")
         for peer, text_of in enumerate(found):
@@ -86,11 +91,15 @@ class Meeting:
             )
         self.alike = all(one == found[0] for one in found)
         if self.alike:
-            return lambda name: (1, 0, "") if name.startswith(PRIVATE) else (world, rank, "all")
-        self._peers.set(f"{number}/list/{rank}", text.encode())
+            return lambda part: _alone(part) or part.replicas or everyone
+        boxes = [[*_description(part), part.offsets, part.sizes] for part in parts]
+        self._peers.set(f"{number}/list/{rank}", json.dumps(boxes).encode())
         lists = self._peers.wait([f"{number}/list/{peer}" for peer in range(world)], "the save")
         rows = [json.loads(one) for one in lists]
-        self.known = {name: [dtype, shape] for each in rows for name, dtype, shape, _ in each}
+        # Names alone: replicas of a model may each have a mesh of their own.
+        named = [[(name, dtype, shape) for name, dtype, shape, *_ in each] for each in rows]
+        self.alike = all(one == named[0] for one in named)
+        self.known = {name: [dtype, shape] for each in named for name, dtype, shape in each}
         return _holders(rank, rows)
 
 
@@ -102,26 +111,34 @@ def raise_error(key: str, text: bytes) -> None:
 
 
 def _description(part: Part) -> list[Any]:
-    return [part.name, part.dtype, part.shape, part.replicas is None]
+    return [part.name, part.dtype, part.shape, part.mesh]
+
+
+def _words(dtype: str, shape: Sequence[int], plain: bool) -> str:
+    return f"{dtype} of {tuple(shape)}{'' if plain else ', a DTensor,'}"
+
+
+def _alone(part: Part) -> tuple[int, int, str] | None:
+    return (1, 0, "") if part.name.startswith(PRIVATE) else None
 
 
 def _holders(rank: int, lists: Sequence[Sequence[Any]]) -> Any:
-    """Return, for each plain tensor, how many ranks hold it, this one's place, and who they are."""
-    known: dict[str, tuple[list[int], Any]] = {}
+    """Return, for each box, how many ranks hold it, this one's place, and who they are."""
+    known: dict[str, tuple[int, Any]] = {}
+    boxes: dict[Any, list[int]] = {}
     for peer, rows in enumerate(lists):
-        for name, dtype, shape, plain in rows:
-            ranks, first = known.setdefault(name, ([], (dtype, shape, plain)))
-            if first != (dtype, shape, plain):
+        for name, dtype, shape, mesh, offsets, sizes in rows:
+            found = (dtype, shape, mesh == "")
+            first_peer, first = known.setdefault(name, (peer, found))
+            if first != found:
                 raise StateMismatchError(
-                    f"{name} is {first[0]} of {tuple(first[1])} on rank {ranks[0]}, and {dtype} of "
-                    f"{tuple(shape)} on rank {peer}: give different tensors different names"
+                    f"{name} is {_words(*first)} on rank {first_peer}, and {_words(*found)} on "
+                    f"rank {peer}: give different tensors different names"
                 )
-            ranks.append(peer)
+            boxes.setdefault((name, tuple(offsets), tuple(sizes)), []).append(peer)
 
-    def holders(name: str) -> tuple[int, int, str]:
-        if name.startswith(PRIVATE):
-            return 1, 0, ""
-        ranks = known[name][0]
-        return len(ranks), ranks.index(rank), str(ranks)
+    def holders(part: Part) -> tuple[int, int, str]:
+        ranks = boxes.get((part.name, part.offsets, part.sizes), [rank])
+        return _alone(part) or (len(ranks), ranks.index(rank), str(ranks))
 
     return holders
