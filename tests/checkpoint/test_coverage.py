@@ -45,7 +45,7 @@ def test_it_says_what_counting_every_item_says() -> None:
             (_, sizes) = boxes[at]
             moved = (random.randint(0, shape[0] - sizes[0]), random.randint(0, shape[1] - sizes[1]))
             boxes[at] = (moved, sizes)
-        counts = {place: 0 for place in itertools.product(*map(range, shape))}
+        counts = dict.fromkeys(itertools.product(*map(range, shape)), 0)
         for offsets, sizes in boxes:
             spans = (range(o, o + s) for o, s in zip(offsets, sizes, strict=True))
             for place in itertools.product(*spans):

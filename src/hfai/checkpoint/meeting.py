@@ -1,7 +1,7 @@
 """Who holds which tensors: ranks ask each other only where names, types or shapes have changed.
 
-N/names/RANK     of save N: the digest of the rank's names, types and shapes, "same" where they
-are those of its save before, or "failed"; only a rank where they are not the
+N/names/RANK     of save N: the digest of the rank's names, types and shapes, behind "same "
+where they are those of its save before; or "failed"; only a rank where they are not the
 same waits for others
 N/list/RANK      the names themselves; written and read only where digests differ
 """
@@ -17,6 +17,8 @@ from hfai.checkpoint.format import digest
 from hfai.checkpoint.parts import PRIVATE, Part
 from hfai.checkpoint.peers import Peers
 from hfai.checkpoint.plan import Planned, plan
+
+_SAME = b"same "
 
 
 class Meeting:
@@ -34,6 +36,7 @@ class Meeting:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._signature: Any = None
+        self._digest = b""  # of what the last plan was made from
         self._planned: list[Planned] = []
         self.alike = True
         self.changed = True
@@ -62,7 +65,9 @@ class Meeting:
         text = "" if same else json.dumps(shared)
         if self._peers.world > 1:
             said = f"{number}/names/{self._peers.rank}"
-            self._peers.set(said, b"same" if same else digest(text.encode()).encode())
+            if not same:
+                self._digest = digest(text.encode()).encode()
+            self._peers.set(said, _SAME + self._digest if same else self._digest)
         self.changed = not same
         if same:
             return self._planned
@@ -84,12 +89,14 @@ class Meeting:
         for peer, text_of in enumerate(found):
             if text_of == b"failed":
                 self._peers.wait([f"{number}/done/{peer}"], "fail", raise_error)
-        if b"same" in found:
+        digests = [text_of.removeprefix(_SAME) for text_of in found]
+        self.alike = all(one == digests[0] for one in digests)
+        same = [peer for peer, text_of in enumerate(found) if text_of.startswith(_SAME)]
+        if same and not self.alike:  # alike, this rank alone was in a save that failed
             raise StateMismatchError(
                 f"names or shapes changed on rank {rank} since the save before, and not on rank "
-                f"{found.index(b'same')}: change them on all ranks between the same two saves"
+                f"{same[0]}: change them on all ranks between the same two saves"
             )
-        self.alike = all(one == found[0] for one in found)
         if self.alike:
             return lambda part: _alone(part) or part.replicas or everyone
         boxes = [[*_description(part), part.offsets, part.sizes] for part in parts]

@@ -234,6 +234,7 @@ class Saver:
                 write_shard()
                 report = self._write_index(prepared)
                 report["call"], report["path"] = prepared.call, prepared.location.path
+                report["told"] = prepared.changed
                 if prepared.changed:
                     coverage.tell(peers, number, prepared.layout.slices)
                 peers.set(f"{number}/done/{peers.rank}", json.dumps(report).encode())
@@ -284,7 +285,7 @@ class Saver:
         reports = [json.loads(text) for text in peers.wait(keys, "finish the save", raise_error)]
         paths = [report["path"] for report in reports]
         need_same([report["call"] for report in reports], paths)
-        if prepared.changed:
+        if all(report["told"] for report in reports):  # else some know it from the save before
             coverage.need_whole(peers, prepared.number, self._meeting.known)
 
         def name_of(name: str) -> str:
