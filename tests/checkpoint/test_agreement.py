@@ -105,6 +105,9 @@ def calls(rank: int, world: int, store: str, directory: str, alone: int) -> list
         for step in (first + 1, first + 2):
             attempt(step)
     attempt(10 + rank)
+    if rank == 0:
+        with pytest.raises(checkpoint.CheckpointError, match="others were at step 11"):
+            checkpoint.save(f"{directory}/a", value, step=11, threads=1, timeout=5, rng=False)
     attempt(12, f"p{rank}")
     attempt(13)
     # One save more on rank 0, in the background.
@@ -174,7 +177,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(
         assert "File too large" in str(handle.error())
     del handle
     if not ask:
-        with pytest.raises(checkpoint.CheckpointError, match="background.*too large"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"background.*too large"):
             checkpoint.save_async(tmp_path / "a", value)
     checkpoint.save_async(tmp_path / "a", value).wait()
     assert (checkpoint.load(tmp_path / "a")["model"]["w"] == 1).all()

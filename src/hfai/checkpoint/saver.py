@@ -163,6 +163,7 @@ class Saver:
         running.wait(running.place_of(location))
         call = call_of(location, step, epoch)
         failed = self._end_running()
+        self._numbers.need_reached(call)
         number, refused = self._numbers.next(call)
         try:
             generation = f"{self._agree_on_token()}{number:06x}"
