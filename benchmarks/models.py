@@ -2,7 +2,7 @@
 
     python benchmarks/models.py                 # writes benchmarks/results/<machine>/models.json
     python benchmarks/models.py --model bert_large --rounds 3 --out -
-    python benchmarks/models.py --model bert_large --curve 200   # losses too, three seeds
+    python benchmarks/models.py --model bert_large --curve 200   # losses too, three curves
 
 BERT-large: masked language modelling, batch 32 × 512, 15 % of random tokens labelled. ViT-B/16:
 from timm where that is installed, batch 128, random images and labels. bf16 autocast, AdamW fused,

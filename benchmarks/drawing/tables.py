@@ -63,9 +63,12 @@ def grid_summary(result: Result) -> str:
     slower = [entry for entry in compared if entry[2]["slower"]]
     skipped = len(result.data["cases"]) - len(result.measured)
     others = [TITLES.get(name, name) for name in result.implementations if name != "hfai"]
+    sizes = len({case["name"] for case, _, _ in compared})
+    apart = len(result.measured) - sizes
+    without = f"; {apart} more without a comparison: one side failed its check" if apart else ""
     summary = (
-        f"{len(result.measured)} sizes, forward and backward apart ({skipped} more do not fit in "
-        f"memory): hfai is slower than the best of {' and '.join(others)} in {len(slower)} of "
+        f"{sizes} sizes, forward and backward apart ({skipped} more do not fit in memory{without})"
+        f": hfai is slower than the best of {' and '.join(others)} in {len(slower)} of "
         f"{len(compared)} (by more than 3 % and 0.3 µs)."
     )
     lines = [summary]

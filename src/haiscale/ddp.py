@@ -54,7 +54,7 @@ class DistributedDataParallel(_Base):
         **options: As for torch's class (`device_ids`, `process_group`, `find_unused_parameters` …).
 
     Attributes:
-        path: Who averages and why; "" until the model is first used.
+        path: Who averages, "hfreduce" or "torch: " and why; "" until the model is first used.
 
     Raises:
         ValueError: The backend is not known, or "hfreduce" is asked for where it cannot be.

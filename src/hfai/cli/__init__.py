@@ -18,7 +18,7 @@ from hfai import __version__
 # name -> the help line shown in the overview; the command itself is hfai.cli.<name>.command
 SUBCOMMANDS = {
     "checkpoint": "Look into checkpoints, check every byte, compare, convert and remove them.",
-    "demo": "Train a small BERT on Python's own sources and compare with plain torch.",
+    "demo": "Train a small BERT or LSTM on Python's own sources and compare with plain torch.",
     "doctor": "Say which parts are ready on this machine, and how to mend what is not.",
 }
 

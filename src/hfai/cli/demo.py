@@ -89,7 +89,7 @@ def command(
     debug: bool,
     **given: Any,
 ) -> None:
-    """Train a small BERT on Python's own sources and compare with plain torch.
+    """Train a small BERT or LSTM on Python's own sources and compare with plain torch.
 
     A BERT is pre-trained to fill in masked bytes, or an LSTM to guess each next one, with hfai's
     layers. At the end torch's layers
