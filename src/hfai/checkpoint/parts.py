@@ -67,6 +67,8 @@ def need_stored(name: str, tensor: Tensor) -> None:
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPES:
         raise TypeError(f"{name} is of {tensor.dtype}, which is not stored: convert it")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor, which is not stored: give its values")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} is {tensor.layout}, which is not stored: make it dense")
     if tensor.is_meta:
