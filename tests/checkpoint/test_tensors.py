@@ -122,3 +122,9 @@ def test_the_meta_device_gives_shapes_without_reading_data(tmp_path: Path) -> No
 def _bytes_read() -> int:
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
+
+
+def test_a_nested_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TypeError, match="model/n is a nested tensor"):
+        checkpoint.save(tmp_path / "a", {"n": nested})

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from hfai.checkpoint import unheard
 from hfai.checkpoint.errors import CheckpointError
 
 
@@ -45,10 +46,12 @@ class SaveHandle:
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
+            unheard.forget(self)
             raise self._error
 
     def error(self) -> BaseException | None:
         """Return why the save failed; None where it did not, or has not ended."""
+        unheard.forget(self)
         return self._error
 
     def wait_staged(self) -> None:
@@ -83,6 +86,8 @@ class SaveHandle:
             wrapped.__cause__ = error
             error = wrapped
         self._error = error
+        if error is not None and self._thread is not None:
+            unheard.note(self, error)
         self._staged.set()
         self._done.set()
 

@@ -1,7 +1,7 @@
 """Who holds which tensors: ranks ask each other only where names, types or shapes have changed.
 
-N/names/RANK     of save N: the digest of the rank's names, types and shapes, "same" where they
-are those of its save before, or "failed"; only a rank where they are not the
+N/names/RANK     of save N: the digest of the rank's names, types and shapes, behind "same "
+where they are those of its save before; or "failed"; only a rank where they are not the
 same waits for others
 N/list/RANK      the names themselves; written and read only where digests differ
 """
@@ -18,6 +18,8 @@ from hfai.checkpoint.parts import PRIVATE, Part
 from hfai.checkpoint.peers import Peers
 from hfai.checkpoint.plan import Planned, plan
 
+_SAME = b"same "
+
 
 class Meeting:
     """What one rank writes, found out by all of them.
@@ -27,14 +29,17 @@ class Meeting:
 
     Attributes:
         alike: Whether all ranks have the same names.
+        changed: Whether what ranks write is not what they wrote in the save before.
         known: All tensors but those of one rank alone: name -> type and shape.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._signature: Any = None
+        self._digest = b""  # of what the last plan was made from
         self._planned: list[Planned] = []
         self.alike = True
+        self.changed = True
         self.known: dict[str, list[Any]] = {}
 
     def forget(self) -> None:
@@ -55,14 +60,18 @@ class Meeting:
         """
         signature = [part._replace(local=None) for part in parts]  # type: ignore[arg-type]
         same = signature == self._signature
-        shared = [_description(p) for p in parts if not p.name.startswith(PRIVATE)]
+        common = [part for part in parts if not part.name.startswith(PRIVATE)]
+        shared = [_description(part) for part in common]
         text = "" if same else json.dumps(shared)
         if self._peers.world > 1:
             said = f"{number}/names/{self._peers.rank}"
-            self._peers.set(said, b"same" if same else digest(text.encode()).encode())
+            if not same:
+                self._digest = digest(text.encode()).encode()
+            self._peers.set(said, _SAME + self._digest if same else self._digest)
+        self.changed = not same
         if same:
             return self._planned
-        holders = self._meet(number, text, parts)
+        holders = self._meet(number, text, common)
         if self.alike:
             self.known = {name: [dtype, shape] for name, dtype, shape, _ in shared}
         self._planned = plan(parts, holders, primary)
@@ -70,27 +79,34 @@ class Meeting:
         return self._planned
 
     def _meet(self, number: int, text: str, parts: list[Part]) -> Any:
-        """Learn which ranks hold which plain tensors."""
+        """Learn which ranks hold the same boxes."""
         world, rank = self._peers.world, self._peers.rank
+        everyone = (world, rank, "all")
         if world == 1:
-            return lambda name: (1, 0, "")
+            return lambda part: part.replicas or (1, 0, "")
         keys = [f"{number}/names/{peer}" for peer in range(world)]
         found = self._peers.wait(keys, f"save {number}")
         for peer, text_of in enumerate(found):
             if text_of == b"failed":
                 self._peers.wait([f"{number}/done/{peer}"], "fail", raise_error)
-        if b"same" in found:
+        digests = [text_of.removeprefix(_SAME) for text_of in found]
+        self.alike = all(one == digests[0] for one in digests)
+        same = [peer for peer, text_of in enumerate(found) if text_of.startswith(_SAME)]
+        if same and not self.alike:  # alike, this rank alone was in a save that failed
             raise StateMismatchError(
                 f"names or shapes changed on rank {rank} since the save before, and not on rank "
-                f"{found.index(b'same')}: change them on all ranks between the same two saves"
+                f"{same[0]}: change them on all ranks between the same two saves"
             )
-        self.alike = all(one == found[0] for one in found)
         if self.alike:
-            return lambda name: (1, 0, "") if name.startswith(PRIVATE) else (world, rank, "all")
-        self._peers.set(f"{number}/list/{rank}", text.encode())
+            return lambda part: _alone(part) or part.replicas or everyone
+        boxes = [[*_description(part), part.offsets, part.sizes] for part in parts]
+        self._peers.set(f"{number}/list/{rank}", json.dumps(boxes).encode())
         lists = self._peers.wait([f"{number}/list/{peer}" for peer in range(world)], "the save")
         rows = [json.loads(one) for one in lists]
-        self.known = {name: [dtype, shape] for each in rows for name, dtype, shape, _ in each}
+        # Names alone: replicas of a model may each have a mesh of their own.
+        named = [[(name, dtype, shape) for name, dtype, shape, *_ in each] for each in rows]
+        self.alike = all(one == named[0] for one in named)
+        self.known = {name: [dtype, shape] for each in named for name, dtype, shape in each}
         return _holders(rank, rows)
 
 
@@ -102,26 +118,34 @@ def raise_error(key: str, text: bytes) -> None:
 
 
 def _description(part: Part) -> list[Any]:
-    return [part.name, part.dtype, part.shape, part.replicas is None]
+    return [part.name, part.dtype, part.shape, part.mesh]
+
+
+def _words(dtype: str, shape: Sequence[int], plain: bool) -> str:
+    return f"{dtype} of {tuple(shape)}{'' if plain else ', a DTensor,'}"
+
+
+def _alone(part: Part) -> tuple[int, int, str] | None:
+    return (1, 0, "") if part.name.startswith(PRIVATE) else None
 
 
 def _holders(rank: int, lists: Sequence[Sequence[Any]]) -> Any:
-    """Return, for each plain tensor, how many ranks hold it, this one's place, and who they are."""
-    known: dict[str, tuple[list[int], Any]] = {}
+    """Return, for each box, how many ranks hold it, this one's place, and who they are."""
+    known: dict[str, tuple[int, Any]] = {}
+    boxes: dict[Any, list[int]] = {}
     for peer, rows in enumerate(lists):
-        for name, dtype, shape, plain in rows:
-            ranks, first = known.setdefault(name, ([], (dtype, shape, plain)))
-            if first != (dtype, shape, plain):
+        for name, dtype, shape, mesh, offsets, sizes in rows:
+            found = (dtype, shape, mesh == "")
+            first_peer, first = known.setdefault(name, (peer, found))
+            if first != found:
                 raise StateMismatchError(
-                    f"{name} is {first[0]} of {tuple(first[1])} on rank {ranks[0]}, and {dtype} of "
-                    f"{tuple(shape)} on rank {peer}: give different tensors different names"
+                    f"{name} is {_words(*first)} on rank {first_peer}, and {_words(*found)} on "
+                    f"rank {peer}: give different tensors different names"
                 )
-            ranks.append(peer)
+            boxes.setdefault((name, tuple(offsets), tuple(sizes)), []).append(peer)
 
-    def holders(name: str) -> tuple[int, int, str]:
-        if name.startswith(PRIVATE):
-            return 1, 0, ""
-        ranks = known[name][0]
-        return len(ranks), ranks.index(rank), str(ranks)
+    def holders(part: Part) -> tuple[int, int, str]:
+        ranks = boxes.get((part.name, part.offsets, part.sizes), [rank])
+        return _alone(part) or (len(ranks), ranks.index(rank), str(ranks))
 
     return holders

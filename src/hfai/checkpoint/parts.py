@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hfai.checkpoint.errors import StateMismatchError
-from hfai.checkpoint.format import DTYPES
+from hfai.checkpoint.format import DTYPES, digest
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (Tensor, nn.Parameter)
 
@@ -33,6 +33,7 @@ class Part(NamedTuple):
         replicas: Which ranks hold the same box: as many as the first number, this one's place among
             them, and a text that the ranks of these replicas share; None where that is to be found
             out, because the tensor says nothing of other ranks.
+        mesh: What tells a DTensor's mesh and placements from others; "" of a plain tensor.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]
     local: Tensor
     replicas: tuple[int, int, str] | None
+    mesh: str = ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -65,6 +67,8 @@ def need_stored(name: str, tensor: Tensor) -> None:
     dtype = dtype_name(tensor.dtype)
     if dtype not in DTYPES:
         raise TypeError(f"{name} is of {tensor.dtype}, which is not stored: convert it")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor, which is not stored: give its values")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} is {tensor.layout}, which is not stored: make it dense")
     if tensor.is_meta:
@@ -111,7 +115,9 @@ def _part_of_dtensor(name: str, dtype: str, tensor: Any) -> Part | None:
     # Ranks that differ in their coordinates of `copies` alone hold the same boxes.
     shared = [None if dim in copies else at for dim, at in enumerate(coordinate)]
     key = f"{_description(mesh)}{shared}"
-    return Part(name, dtype, tuple(tensor.shape), offsets, sizes, local, (count, replica, key))
+    spread = f"{_description(mesh)}{placements}"
+    shape = tuple(tensor.shape)
+    return Part(name, dtype, shape, offsets, sizes, local, (count, replica, key), spread)
 
 
 # torch computes a mesh's ranks anew each time it is asked for them.
@@ -119,10 +125,10 @@ _descriptions: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def _description(mesh: Any) -> str:
-    """Return what tells a mesh from others."""
+    """Return what tells a mesh from others, in short: it may have thousands of ranks."""
     if mesh not in _descriptions:
         ranks = mesh.mesh
-        _descriptions[mesh] = f"{ranks.flatten().tolist()[:1]}{tuple(ranks.shape)}"
+        _descriptions[mesh] = f"{digest(repr(ranks.tolist()).encode())}{tuple(ranks.shape)}"
     return _descriptions[mesh]
 
 

@@ -20,6 +20,12 @@ from torch.distributed import distributed_c10d
 from hfai.checkpoint.errors import CheckpointError
 
 TIMEOUT = 1800.0  # seconds
+
+
+class NotComeError(CheckpointError):
+    """A rank has not come in time."""
+
+
 # Seconds between two looks: at first; at last, for each rank, so that many do not keep the store
 # busy; and at most.
 _PAUSES = 0.0002, 0.0005, 0.05
@@ -155,8 +161,9 @@ class Peers:
                 return [found[key] for key in keys]
             if time.monotonic() > deadline:
                 late = [key.rpartition("/")[2] for key in keys if key not in found]
+                late = ["0" if key in ("token", "outcome") else key for key in late]
                 who = ", ".join(f"rank {rank}" for rank in late[:8])
-                raise CheckpointError(
+                raise NotComeError(
                     f"{who} did not come to {what} within {self.timeout:g} s: look for its error, "
                     "or raise the timeout"
                 )

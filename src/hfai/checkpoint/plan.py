@@ -36,8 +36,8 @@ class Planned(NamedTuple):
     rows: int
 
 
-# Says which of how many ranks this is among those that hold a plain tensor; the text names them.
-Holders = Callable[[str], "tuple[int, int, str]"]
+# Says which of how many ranks this is among those that hold a part's box; the text names them.
+Holders = Callable[[Part], "tuple[int, int, str]"]
 
 
 def plan(parts: Sequence[Part], holders: Holders, primary: Collection[str]) -> list[Planned]:
@@ -45,14 +45,14 @@ def plan(parts: Sequence[Part], holders: Holders, primary: Collection[str]) -> l
 
     Args:
         parts: What it holds, in the same order on all ranks that hold the same.
-        holders: For plain tensors.
+        holders: Who holds the same.
         primary: Names of plain tensors whose first holder's values count, such as buffers, which
             differ between data-parallel ranks: that one writes all of them.
     """
     groups: dict[tuple[int, int, str], list[int]] = defaultdict(list)
     found: list[Planned] = []
     for number, part in enumerate(parts):
-        count, replica, key = holders(part.name) if part.replicas is None else part.replicas
+        count, replica, key = holders(part)
         if part.replicas is None and part.name in primary:
             if replica > 0:
                 continue
@@ -64,6 +64,8 @@ def plan(parts: Sequence[Part], holders: Holders, primary: Collection[str]) -> l
             continue
         groups[count, replica, key].append(number)
     for (count, replica, _), numbers in groups.items():
+        # Others of these ranks may have named them in another order.
+        numbers.sort(key=lambda number: (parts[number].name, parts[number].offsets))
         lines = [_line(parts[number]) for number in numbers]
         shares = my_share([(rows, width) for _, rows, width in lines], count, replica)
         for item, begin, rows in shares:

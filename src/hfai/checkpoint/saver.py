@@ -8,8 +8,10 @@ Ranks tell each other through keys of the group's store (see peers.py):
 
     token            rank 0's, once: what the generations of these saves begin with
     N/names/RANK     of save N, and N/list/RANK: see meeting.py
-    N/done/RANK      size of its shard, size and hash of its index; or its error
+    N/done/RANK      what it was called for, sizes and a hash of its files; or its error
+    N/slices/RANK    the boxes it writes, where they are not those of the save before
     N/outcome        rank 0's: "" or the error
+    ended            rank 0's: which save failed last; see calls.py
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import torch
 from torch import Tensor
 
 import hfai
-from hfai.checkpoint import running, shard, write
+from hfai.checkpoint import coverage, running, shard, unheard, write
+from hfai.checkpoint.calls import FAILED, Call, Numbers, call_of, need_same
 from hfai.checkpoint.errors import CheckpointError
 from hfai.checkpoint.format import (
     FORMAT,
@@ -49,10 +52,10 @@ from hfai.checkpoint.plan import Planned
 from hfai.checkpoint.staging import HostPool
 from hfai.checkpoint.state import Captured
 from hfai.checkpoint.storage import Location, Writer
+from hfai.checkpoint.unheard import AGAIN
 
 # Gives the state that is to be saved.
 Take = Callable[[], Captured]
-_FAILED = "the save failed on "
 
 
 class Prepared(NamedTuple):
@@ -70,6 +73,8 @@ class Prepared(NamedTuple):
     alike: bool
     step: int | None
     epoch: int | None
+    call: Call
+    changed: bool
 
 
 class Saver:
@@ -89,7 +94,7 @@ class Saver:
         if threads < 1:
             raise ValueError(f"threads is {threads}: give 1 or more")
         self.peers, self.threads = peers, threads
-        self._number = 0
+        self._numbers = Numbers(peers)
         self._token = ""
         self._meeting = Meeting(peers)
         self._running: SaveHandle | None = None
@@ -125,6 +130,7 @@ class Saver:
             return self._begin(self._prepare(location, take, step, epoch), pool)
 
     def _begin(self, prepared: Prepared, pool: HostPool) -> SaveHandle:
+        unheard.watch_exit()
         handle = SaveHandle(prepared.location.path)
         staging = write.Staging(prepared, self.threads, pool, handle)
 
@@ -155,9 +161,16 @@ class Saver:
         """Decide what this rank writes, when a save that is running has ended."""
         # Another saver's, such as a manager's: whoever was called last must be what stays.
         running.wait(running.place_of(location))
-        number = self._next()
-        generation = f"{self._agree_on_token()}{number:06x}"
+        call = call_of(location, step, epoch)
+        failed = self._end_running()
+        self._numbers.need_reached(call)
+        number, refused = self._numbers.next(call)
         try:
+            generation = f"{self._agree_on_token()}{number:06x}"
+            if failed is not None:
+                raise CheckpointError(f"the save before {AGAIN}: {failed}") from failed
+            if refused:
+                raise CheckpointError(refused)
             for name, value in (("step", step), ("epoch", epoch)):
                 if value is not None and type(value) is not int:
                     raise TypeError(f"{name} is {value!r}: give an int, or None")
@@ -173,11 +186,11 @@ class Saver:
             contents = shard.Contents(layout, _in_order(layout, planned, held))
             writer = location.writer(generation)
         except BaseException as error:
-            self._report_failure(number, error)
+            self._report_failure(number, call, error)
             raise
         return Prepared(
             number, self.peers.rank, generation, writer, location, layout, contents, captured,
-            aliases, self._meeting.alike, step, epoch,
+            aliases, self._meeting.alike, step, epoch, call, self._meeting.changed,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -189,20 +202,21 @@ class Saver:
         try:
             yield
         except Exception as error:
-            number = self._next()
+            self._end_running()
+            number, _ = self._numbers.next(None)
             if self.peers.rank == 0:
                 self._agree_on_token()
-            self._report_failure(number, error)
+            self._report_failure(number, None, error)
             raise
 
-    def _next(self) -> int:
-        """Return the number of a new save, when one that is running has ended."""
-        if self._running is not None:
-            self._running._done.wait()
-            self._running._unguard()
-            self._running = None
-        self._number += 1
-        return self._number
+    def _end_running(self) -> BaseException | None:
+        """Wait for the save that is running; return why it failed, if nobody has asked."""
+        handle, self._running = self._running, None
+        if handle is None:
+            return None
+        handle._done.wait()
+        handle._unguard()
+        return handle._error if unheard.forget(handle) else None
 
     def _agree_on_token(self) -> str:
         if not self._token:
@@ -220,6 +234,10 @@ class Saver:
             try:
                 write_shard()
                 report = self._write_index(prepared)
+                report["call"], report["path"] = prepared.call, prepared.location.path
+                report["told"] = prepared.changed
+                if prepared.changed:
+                    coverage.tell(peers, number, prepared.layout.slices)
                 peers.set(f"{number}/done/{peers.rank}", json.dumps(report).encode())
                 if peers.rank == 0:
                     self._commit(prepared)
@@ -229,7 +247,7 @@ class Saver:
                     if outcome[0]:
                         raise CheckpointError(outcome[0].decode())
             except BaseException as error:
-                self._report_failure(number, error)
+                self._report_failure(number, prepared.call, error)
                 told = self._told(number, prepared.location.path, error)
                 prepared.writer.abort()
                 if told:
@@ -266,6 +284,10 @@ class Saver:
         peers, generation, writer = self.peers, prepared.generation, prepared.writer
         keys = [f"{prepared.number}/done/{rank}" for rank in range(peers.world)]
         reports = [json.loads(text) for text in peers.wait(keys, "finish the save", raise_error)]
+        paths = [report["path"] for report in reports]
+        need_same([report["call"] for report in reports], paths)
+        if all(report["told"] for report in reports):  # else some know it from the save before
+            coverage.need_whole(peers, prepared.number, self._meeting.known)
 
         def name_of(name: str) -> str:
             return prepared.location.name_of(name, generation)
@@ -288,7 +310,7 @@ class Saver:
             if report["shard"]:
                 files[name_of(shard_name(rank))] = (report["shard"], "")
         for name, (size, _) in files.items():
-            _need_size(writer, name, size)
+            _need_size(writer, name, size, paths)
         record = Commit(
             generation,
             peers.world,
@@ -318,15 +340,16 @@ class Saver:
             outcome = self.peers.wait([f"{number}/outcome"], f"commit {path}")[0].decode()
         except CheckpointError:
             return ""
-        return "" if outcome.startswith(f"{_FAILED}rank {self.peers.rank}:") else outcome
+        return "" if outcome.startswith(f"{FAILED}rank {self.peers.rank}:") else outcome
 
-    def _report_failure(self, number: int, error: BaseException) -> None:
+    def _report_failure(self, number: int, call: Call | None, error: BaseException) -> None:
         """Tell the other ranks, as far as that can still be done."""
-        text = f"{_FAILED}rank {self.peers.rank}: {type(error).__name__}: {error}"
-        if str(error).startswith(_FAILED):
+        text = f"{FAILED}rank {self.peers.rank}: {type(error).__name__}: {error}"
+        if str(error).startswith(FAILED):
             text = str(error)
         try:
             self._meeting.forget()
+            self._numbers.failed(number, call, text, error)
             if self.peers.world > 1:
                 said = f"{number}/names/{self.peers.rank}"
                 if not self.peers.has(said):
@@ -341,7 +364,7 @@ class Saver:
 
     def _forget(self, number: int) -> None:
         """Remove this rank's keys of the save before: by now everyone has read them."""
-        for key in ("names", "list", "done"):
+        for key in ("names", "list", "slices", "done"):
             self.peers.forget(f"{number - 1}/{key}/{self.peers.rank}")
         if self.peers.rank == 0:
             self.peers.forget(f"{number - 1}/outcome")
@@ -353,13 +376,15 @@ def _in_order(layout: Layout, planned: Sequence[Planned], parts: Sequence[Part])
     return [found[piece.name, piece.offsets] for piece in layout.slices]
 
 
-def _need_size(writer: Writer, name: str, size: int) -> None:
+def _need_size(writer: Writer, name: str, size: int, paths: Sequence[str]) -> None:
     try:
         found = writer.size(name)
     except OSError as error:
+        differ = [f"rank {at} to {path}" for at, path in enumerate(paths) if path != paths[0]]
+        where = f" (rank 0 writes to {paths[0]}, {differ[0]})" if differ else ""
         raise CheckpointError(
             f"rank 0 does not see {name} ({error.strerror or error}): all ranks must write to one "
-            "file system"
+            f"file system{where}"
         ) from None
     if found != size:
         raise CheckpointError(f"{name} has {found} bytes, and {size} were written to it")
