@@ -41,6 +41,7 @@ from hfai.checkpoint.storage.local_names import (
 
 _LONGEST = 255  # bytes of a name in Linux's file systems
 _GENERATION = 16  # hexadecimal digits
+_LOOKS = 100  # at a directory that changes each time
 
 
 class LocalLocation(Location):
@@ -78,8 +79,13 @@ class LocalLocation(Location):
     def children(self) -> list[str]:
         """Return the names of the checkpoints in this directory."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = {name.removeprefix(".").removesuffix(OLD) for name in self._visible()}
-            return sorted(name for name in found if self.child(name).is_committed())
+            for _ in range(_LOOKS):
+                seen = self._visible()
+                found = {name.removeprefix(".").removesuffix(OLD) for name in seen}
+                names = sorted(name for name in found if self.child(name).is_committed())
+                # Retention may have removed all that were listed while newer ones were saved.
+                if names or sorted(seen) == sorted(self._visible()):
+                    return names
         return []
 
     def unfinished(self) -> list[str]:
