@@ -241,6 +241,7 @@ def watched_backward(
     operands, needed = operands_and_needed[:7], operands_and_needed[7:]
 
     def outputs(sources: Sources) -> tuple[Tensor | None, ...]:
+        # x, h and the weights among them are never None.
         return formula.step(configuration.cell, *sources)  # type: ignore[arg-type]
 
     return gradients_by_formula(outputs, operands, (dh, dc), needed)

@@ -267,6 +267,7 @@ def _run_wavefront(
                 stack.dropout,
                 *weights,
             )
+            # mypy does not follow the length: LSTM alone has cn.
             return made if len(made) == 3 else (*made, None)  # type: ignore[return-value]
         of_layer = len(stack.weights[0])
         by_layer = [weights[i : i + of_layer] for i in range(0, len(weights), of_layer)]

@@ -46,6 +46,7 @@ class Lanes:
 @functools.cache
 def _streams(device: int, count: int) -> list[torch.cuda.Stream]:
     """Return one stream a layer; stacks of as many layers share them, which orders them only."""
+    # torch leaves its constructor untyped.
     return [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
 
 

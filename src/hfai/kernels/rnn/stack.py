@@ -131,6 +131,7 @@ def _watched_backward(
             x, h, c = formula.layer(cell, x, sizes, [one], *begins)
             hn.append(h)
             cn.append(c)
+        # cn holds tensors alone where the cell has c.
         return x, torch.cat(hn), torch.cat(cn) if cell.has_c else None  # type: ignore[arg-type]
 
     return gradients_by_formula(outputs, sources, gradients, needed)

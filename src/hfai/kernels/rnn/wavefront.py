@@ -128,6 +128,7 @@ def forward(
                 _of(c.before(turn, c0), layer),
                 Forward(
                     one.y[first : first + part.steps],
+                    # Not None: h, unlike c, is every cell's.
                     h.after(turn, last)[layer],  # type: ignore[index]
                     _of(c.after(turn, last), layer),
                     None if one.states is None else one.states[:, first : first + part.steps + 1],
@@ -245,6 +246,7 @@ def backward(
                 ),
                 (
                     dgates[layer][:, rows],
+                    # Not None, as in forward.
                     h.after(since, not turn)[layer],  # type: ignore[index]
                     _of(c.after(since, not turn), layer),
                 ),
